@@ -99,6 +99,9 @@ class FleetServicer(Protocol):
     def is_from_other_device(self, method: str, body: bytes, node_id: int) -> bool:
         """Returns whether a rejected request names another device, or answers its work."""
 
+    def refuse_body(self, method: str, node_id: int, limit_bytes: int) -> None:
+        """Handles a body over the limit, unread: a stock SuperNode sends its reply once."""
+
 
 class RequestObserver(Protocol):
     """Observer of every authenticated request (the device registry)."""
@@ -155,13 +158,19 @@ def encode_error(detail: str) -> bytes:
     return json.dumps({"detail": detail}).encode()
 
 
+def is_declared_over(request: Request, limit_bytes: int) -> bool:
+    """Returns whether a request says that its body has more bytes, or does not say it as it should."""
+    declared_size = request.headers.get("content-length", "0")
+    return not declared_size.isdigit() or int(declared_size) > limit_bytes
+
+
 async def read_chunks(
     request: Request, receive: Receive, limit_bytes: int, on_chunk: Callable[[bytes], object]
 ) -> bool:
     """Passes on the body by chunks; returns whether it was complete, within the limit."""
-    declared_size, size = request.headers.get("content-length", "0"), 0
-    if not declared_size.isdigit() or int(declared_size) > limit_bytes:
+    if is_declared_over(request, limit_bytes):
         return False
+    size = 0
     while True:
         event = await receive()
         chunk = event.get("body", b"")
@@ -186,8 +195,8 @@ async def send_response(send: Send, status: int, content: bytes, *extra_headers:
         await send({"type": "http.response.body", "body": chunk, "more_body": has_more})
 
 
-class SpooledRequestBody:
-    """A request body; a context manager. Not thread-safe.
+class SpooledBody:
+    """A body that arrives in parts, such as that of a request; a context manager. Not thread-safe.
 
     Args:
         folder: for its file; None for the system's temporary files.
@@ -207,6 +216,9 @@ class SpooledRequestBody:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._chunks = []
         if self._file is not None:
             self._file.close()
@@ -298,11 +310,13 @@ class FleetApi:
             limit_bytes = MAX_PUSH_OBJECT_BYTES if name == PUSH_OBJECT else MAX_REQUEST_BYTES
             # The servicer hashes the content of a pushed object, as its id.
             is_hashed = name != PUSH_OBJECT and self._servicer.signs_bodies(node_id)
-            with SpooledRequestBody(self._folder, is_hashed=is_hashed) as body:
+            with SpooledBody(self._folder, is_hashed=is_hashed) as body:
                 if not await read_chunks(request, receive, limit_bytes, body.append):
                     self._on_rejected(
                         "size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off"
                     )
+                    if is_declared_over(request, limit_bytes):
+                        self._servicer.refuse_body(name, node_id, limit_bytes)
                     await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
                     return
                 if is_hashed and request.headers.get(BODY_HASH_HEADER) != body.sha256:
@@ -344,7 +358,7 @@ class FleetApi:
             slot.authenticate(f"node {node_id}")
         return rejection
 
-    async def _handle(self, request: Request, method: str, body: SpooledRequestBody, node_id: int) -> FleetResponse:
+    async def _handle(self, request: Request, method: str, body: SpooledBody, node_id: int) -> FleetResponse:
         """Returns the response to a known device, and counts the bytes of both."""
         self._observer.record_contact(node_id)
         self.byte_counters.add_uplink(node_id, body.num_bytes)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
+from edgefl.coordinator.flower.fleet_api import SpooledBody
 from edgefl.core.errors import DataError
 from edgefl.core.protocol import JOB_LIMITS, JOB_LOG, parse_job_log
 from edgefl.core.types import Json
@@ -20,41 +23,141 @@ REPEATED_KEYS = ("assignment", "lineage", "model_sha256", "newest_record")
 """Of an instruction's header, in the reply, as a board's agent repeats them."""
 
 
+class StockReply:
+    """A reply of a stock SuperNode while its objects arrive: apart from all others, in one file if they are large.
+
+    Thread-safe.
+
+    Args:
+        message_id: of the reply, and of the first of its objects.
+        tree: Flower's tree of its objects; of what it says, their ids count alone.
+        max_bytes: of all objects.
+        folder: of the file; None for the system's temporary files.
+
+    Raises:
+        DataError: it has too many objects, or the first one is another.
+    """
+
+    def __init__(self, message_id: str, tree: Any, *, max_bytes: int, folder: Path | None) -> None:
+        self.message_id, self.ids, self._max_bytes = message_id, _find_ids(tree), max_bytes
+        if tree.object_id != message_id:
+            raise DataError(f"a reply is the first of its objects, and {message_id[:40]!r} is not")
+        self._missing = set(self.ids)
+        self._spans: dict[str, slice] = {}
+        self._body = SpooledBody(folder, is_hashed=False)
+        self._lock = threading.Lock()
+
+    def list_missing(self) -> list[str]:
+        """Returns the ids of the objects that have not arrived."""
+        with self._lock:
+            return list(self._missing)
+
+    def add(self, object_id: str, content: bytes) -> bool:
+        """Adds an object unless it is there; returns whether all are.
+
+        Raises:
+            DataError: they are more bytes than the run takes; nothing is kept of this one.
+        """
+        with self._lock:
+            if object_id in self._missing:
+                start = self._body.num_bytes
+                if start + len(content) > self._max_bytes:
+                    raise DataError(f"a reply has at most {self._max_bytes} bytes: raise job.max_part_bytes")
+                self._body.append(content)
+                self._spans[object_id] = slice(start, self._body.num_bytes)
+                self._missing.discard(object_id)
+            return not self._missing
+
+    def read(self) -> dict[str, bytes]:
+        """Returns the objects by their ids; may wait for the disk."""
+        with self._lock:
+            whole = self._body.read()
+            return {object_id: whole[span] for object_id, span in self._spans.items()}
+
+    def close(self) -> None:
+        """Drops what has arrived; what still comes is not kept."""
+        with self._lock:
+            self._missing.clear()
+            self._spans.clear()
+            self._body.close()
+
+
+def _find_ids(tree: Any) -> frozenset[str]:
+    """Returns the ids in a tree of objects.
+
+    Raises:
+        DataError: it has too many objects, or is too deep.
+    """
+    ids, pending = list[str](), [(tree, 1)]
+    while pending:
+        found, depth = pending.pop()
+        ids.append(found.object_id)
+        if len(ids) > MAX_TREE_OBJECTS or depth > MAX_TREE_DEPTH:
+            raise DataError(f"a reply has at most {MAX_TREE_OBJECTS} objects, {MAX_TREE_DEPTH} deep")
+        pending += [(child, depth + 1) for child in found.children]
+    return frozenset(ids)
+
+
 @dataclass(slots=True, kw_only=True)
 class StockInstruction:
-    """A message that a stock SuperNode was sent.
+    """A message that a stock SuperNode was sent, and its reply while it arrives.
 
     Attributes:
+        message_id: of the message.
+        node_id: of the SuperNode.
+        run_id: Flower's, of the run.
         repeated: of its header, what the reply repeats.
         label: what it asks for, such as `train in round 3`.
         max_bytes: of its reply.
         sent_s: when, in seconds of a monotonic clock.
+        session_id: of the push of the reply; None before it is announced.
+        reply: that is announced; None before.
+        error: why the reply cannot be taken.
     """
 
+    message_id: str
+    node_id: int
+    run_id: int
     repeated: Json
     label: str
     max_bytes: int
     sent_s: float
-    _num_received: int = field(default=0)
+    session_id: str | None = None
+    reply: StockReply | None = None
+    error: str = ""
 
     @classmethod
-    def create(cls, header: Mapping[str, Any], part: Json, content: Any, sent_s: float) -> Self:
-        """Returns the record of a message, of the instruction's header and the message's."""
+    def create(cls, header: Mapping[str, Any], part: Json, content: Any, **sent: Any) -> Self:
+        """Returns the record of a message, of the instruction's header and its own; `sent` as the attributes."""
         return cls(
+            **sent,
             repeated={key: header[key] for key in REPEATED_KEYS if key in header},
             label=format_label(part, content),
             max_bytes=int(header[JOB_LIMITS]["max_part_bytes"]) + OVERHEAD_BYTES,
-            sent_s=sent_s,
         )
 
     @property
     def assignment(self) -> str:
         return str(self.repeated["assignment"])
 
-    def add_received(self, num_bytes: int) -> bool:
-        """Counts bytes of the reply; returns whether they are still within the limit."""
-        self._num_received += num_bytes
-        return self._num_received <= self.max_bytes
+    def announce(self, message_id: str, tree: Any, *, session_id: str, folder: Path | None) -> list[str]:
+        """Takes the tree of the reply, again too where it is the same; returns the ids of the objects to be sent.
+
+        Raises:
+            DataError: it is not taken, or is another than before.
+        """
+        announced = StockReply(message_id, tree, max_bytes=self.max_bytes, folder=folder)
+        if self.reply is None:
+            self.reply = announced
+        elif (self.reply.message_id, self.reply.ids) != (announced.message_id, announced.ids):
+            raise DataError("a reply that was announced again has other objects than before")
+        self.session_id = session_id
+        return self.reply.list_missing()
+
+    def close(self) -> None:
+        """Drops what has arrived of the reply."""
+        if self.reply is not None:
+            self.reply.close()
 
 
 def read_part(body: bytes) -> tuple[Json, Any]:

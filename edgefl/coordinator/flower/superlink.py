@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from fastapi import HTTPException
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import (
@@ -53,7 +53,6 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, validate_object_content
-from flwr.supercore.object_store import NoObjectInStoreError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
@@ -76,13 +75,7 @@ from edgefl.coordinator.flower.fleet_api import (
 )
 from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembler, SpooledBytes, spool_to_disk
 from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request, verify_timestamp
-from edgefl.coordinator.flower.stock_messages import (
-    MAX_TREE_DEPTH,
-    MAX_TREE_OBJECTS,
-    StockInstruction,
-    encode_stock_reply,
-    read_part,
-)
+from edgefl.coordinator.flower.stock_messages import StockInstruction, encode_stock_reply, read_part
 from edgefl.core.errors import DataError, NetworkError, NotAllowedError
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
@@ -118,12 +111,12 @@ _HANDLERS: Mapping[str, Handler] = {
     "activate-node": fleet_handlers.activate_node,
     "deactivate-node": fleet_handlers.deactivate_node,
     "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
-    PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.find_store(message)),
     PUSH_MESSAGES: fleet_handlers.push_messages,
     PUSH_OBJECT: fleet_handlers.push_object,
     PULL_OBJECT: fleet_handlers.pull_object,
     "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
-        message, state, state.object_store
+        message, state, state.find_store(message)
     ),
     "get-run": fleet_handlers.get_run,
     "get-fab": fleet_handlers.get_fab,
@@ -190,31 +183,52 @@ class ChunkStore(InMemoryObjectStore):
 
 
 class NotifyingLinkState(InMemoryLinkState):
-    """Flower's link state, with a callback `on_reply` per complete reply, in the thread that stored it."""
+    """Flower's link state, with callbacks per reply, in the thread that stored it.
 
-    def __init__(self, manager: Any, store: ChunkStore, on_reply: Callable[[Message], None]) -> None:
+    What stock SuperNodes are sent has a store of its own, into which no device writes: others know the ids in it
+    beforehand. Their replies are in none, but each in its instruction.
+
+    Args:
+        manager: Flower's, of federations.
+        store: of the objects of boards.
+        on_reply: called with a board's complete reply.
+        on_stock_reply: called with what a stock SuperNode has answered, or cannot answer.
+        folder: of large replies; None for the system's temporary files.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        store: ChunkStore,
+        on_reply: Callable[[Message], None],
+        on_stock_reply: Callable[[StockInstruction], None],
+        folder: Path | None = None,
+    ) -> None:
         super().__init__(manager, store)
-        self.chunk_store, self._on_reply = store, on_reply
+        self.chunk_store, self.stock_store = store, ChunkStore()
+        self._on_reply, self._on_stock_reply, self._folder = on_reply, on_stock_reply, folder
         self.partial_replies = ReplyAssembler[Message]()
         self._undelivered: dict[int, dict[str, None]] = {}
         self.supernodes: set[int] = set()
         self.stock_instructions: dict[str, StockInstruction] = {}
+        self._fab_users = Counter[str]()
+
+    def find_store(self, request: Any) -> ChunkStore:
+        """Returns the store of the instructions for the node of a request."""
+        return self.stock_store if request.node.node_id in self.supernodes else self.chunk_store
 
     def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
-        is_stock = message.metadata.src_node_id in self.supernodes
-        if is_stock and _count_objects(object_tree) > MAX_TREE_OBJECTS:
+        if message.metadata.src_node_id in self.supernodes:
             self._cleanup_push_session(session_id, cleanup_messages=False)
-            raise _make_rejection(f"a reply has at most {MAX_TREE_OBJECTS} objects, {MAX_TREE_DEPTH} deep")
-        if not is_stock and not _is_valid_tree(object_tree):
+            return True, self._announce_stock(message, object_tree, session_id)
+        if not _is_valid_tree(object_tree):
             self._cleanup_push_session(session_id, cleanup_messages=False)
             raise _make_rejection(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
         stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)
-        if not message.metadata.reply_to_message_id:
-            return stored, missing
         if not stored:  # unpatched Flower answers 200 and drops the reply silently
             self._cleanup_push_session(session_id, cleanup_messages=False)
             raise _make_rejection("reply refused")
-        is_inline = not is_stock and message.has_content() and RECORD_BODY in message.content
+        is_inline = message.has_content() and RECORD_BODY in message.content
         if is_inline or not missing:
             self._cleanup_push_session(session_id, cleanup_messages=False)
             self._on_reply(message)
@@ -223,12 +237,11 @@ class NotifyingLinkState(InMemoryLinkState):
         return stored, missing
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        if len(object_content) > MAX_OBJECT_BYTES:
-            raise _make_rejection(
-                f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}"
-            )
+        instructions = list(self.stock_instructions.values())
+        instruction = next((item for item in instructions if session_id and item.session_id == session_id), None)
+        if instruction is not None:
+            return self._store_stock_object(instruction, object_id, object_content)
         _check_object(object_id, object_content)
-        self._count_stock_bytes(session_id, len(object_content))
         self._extend_session(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
         if not stored:
@@ -240,12 +253,60 @@ class NotifyingLinkState(InMemoryLinkState):
             self.chunk_store.spool(object_id)
         return True
 
-    def _count_stock_bytes(self, session_id: str, num_bytes: int) -> None:
-        """Refuses more of a stock SuperNode's reply than the run takes, before it is kept."""
-        reply = self.partial_replies.get(session_id)
-        instruction = self.stock_instructions.get(reply.metadata.reply_to_message_id) if reply else None
-        if instruction is not None and not instruction.add_received(num_bytes):
-            raise _make_rejection(f"a reply has at most {instruction.max_bytes} bytes: raise job.max_part_bytes")
+    def _announce_stock(self, message: Message, tree: Any, session_id: str) -> list[str]:
+        """Returns the ids of the objects of a stock SuperNode's reply that it is to send."""
+        metadata = message.metadata
+        with self.lock:
+            instruction = self.stock_instructions.get(metadata.reply_to_message_id)
+            is_stored = instruction is not None and self.store_message_res(message) is not None
+            reply_id = self.message_ins_id_to_message_res_id.get(metadata.reply_to_message_id)
+            if instruction is None or not is_stored or reply_id != metadata.message_id:
+                raise _make_rejection("reply refused")
+            try:
+                return instruction.announce(metadata.message_id, tree, session_id=session_id, folder=self._folder)
+            except DataError as error:
+                reason = str(error)
+        self.finish_stock(instruction, reason)
+        raise _make_rejection(reason)
+
+    def _store_stock_object(self, instruction: StockInstruction, object_id: str, content: bytes) -> bool:
+        """Adds an object to a stock SuperNode's reply; one that cannot be taken ends it."""
+        if instruction.reply is None or object_id not in instruction.reply.ids:
+            return False
+        try:
+            _check_object(object_id, content)
+            is_complete = instruction.reply.add(object_id, content)
+        except (DataError, FlowerError, NotAllowedError) as error:
+            self.finish_stock(instruction, str(error))
+            raise _make_rejection(str(error)) from None
+        if is_complete:
+            self.finish_stock(instruction)
+        return True
+
+    def finish_stock(self, instruction: StockInstruction, error: str = "") -> None:
+        """Hands on what a stock SuperNode has answered, once; `error` says why it cannot be taken."""
+        if self.stock_instructions.pop(instruction.message_id, None) is not None:
+            instruction.error = error
+            self._on_stock_reply(instruction)
+
+    def get_object(self, run_id: int, object_id: str) -> bytes | None:
+        content = self.stock_store.get(object_id)
+        return super().get_object(run_id, object_id) if content is None else content
+
+    def open_fab(self, content: bytes) -> str:
+        """Stores an app until `close_fab` was called as often; returns its hash."""
+        with self.lock:
+            fab_hash = str(self.store_fab(Fab(hash_str="", content=content, verifications={})))
+            self._fab_users[fab_hash] += 1
+            return fab_hash
+
+    def close_fab(self, fab_hash: str) -> None:
+        with self.lock:
+            self._fab_users[fab_hash] -= 1
+            if self._fab_users[fab_hash] <= 0:
+                del self._fab_users[fab_hash]
+                with self.lock_fab_store:
+                    self.fab_store.pop(fab_hash, None)
 
     def store_message_ins(self, message: Message) -> str | None:
         with self.lock:
@@ -287,6 +348,10 @@ class NotifyingLinkState(InMemoryLinkState):
 
     def delete_instruction(self, instruction_id: str, reply_id: str | None = None) -> None:
         """Deletes an instruction, its reply and push session; later messages of them are rejected."""
+        stock_instruction = self.stock_instructions.pop(instruction_id, None)
+        if stock_instruction is not None:
+            self.delete_stock_instruction(stock_instruction)
+            return
         reply_id = reply_id or self.message_ins_id_to_message_res_id.get(instruction_id)
         if reply_id:
             for session_id in self.partial_replies.remove(lambda reply: reply.metadata.message_id == reply_id):
@@ -294,7 +359,12 @@ class NotifyingLinkState(InMemoryLinkState):
             self.object_store.delete(reply_id)
         self.object_store.delete(instruction_id)
         self.delete_messages({instruction_id})
-        self.stock_instructions.pop(instruction_id, None)
+
+    def delete_stock_instruction(self, instruction: StockInstruction) -> None:
+        """Deletes what a stock SuperNode was sent, which is in `stock_instructions` no more, and what it answered."""
+        self.stock_store.delete(instruction.message_id)
+        self.delete_messages({instruction.message_id})
+        instruction.close()
 
     def get_run_status(self, run_ids: set[int]) -> Any:
         """Rejects runs of an earlier coordinator; unpatched Flower fails with a KeyError."""
@@ -316,6 +386,9 @@ class NotifyingLinkState(InMemoryLinkState):
     def close_push_sessions(self, run_id: int) -> None:
         self.partial_replies.remove(lambda reply: reply.metadata.run_id == run_id)
         self.delete_sessions_in_run(run_id)
+        for instruction in list(self.stock_instructions.values()):
+            if instruction.run_id == run_id:
+                self.delete_instruction(instruction.message_id)
 
     def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
         """Activates a node also when it is still online: a power-cycled device comes back at once."""
@@ -362,40 +435,52 @@ def _is_valid_tree(tree: Any) -> bool:
     return is_flat and (1 + len(tree.children)) * CHUNK_BYTES <= MAX_BODY_BYTES
 
 
-def _count_objects(tree: Any, depth: int = 1) -> int:
-    """Returns how many objects a tree has; more than are allowed where it is too deep."""
-    if depth > MAX_TREE_DEPTH:
-        return MAX_TREE_OBJECTS + 1
-    return 1 + sum(_count_objects(child, depth + 1) for child in tree.children)
+_CHILD_KINDS: Mapping[str, frozenset[str]] = {
+    kind.__qualname__: frozenset(child.__qualname__ for child in children)
+    for kind, children in (
+        (Message, (RecordDict,)),
+        (RecordDict, (ArrayRecord, ConfigRecord, MetricRecord)),
+        (ArrayRecord, (Array,)),
+        (Array, (ArrayChunk,)),
+        (ConfigRecord, ()),
+        (MetricRecord, ()),
+        (ArrayChunk, ()),
+    )
+}
+"""Kinds of objects, and what each refers to, as Flower writes them: so none can be deep."""
+_TABLES: Mapping[str, Any] = {kind.__qualname__: kind for kind in (ArrayRecord, RecordDict)}
 
 
-def _measure_object(object_id: str, contents: Mapping[str, bytes], sizes: dict[str, int], depth: int = 1) -> int:
+def _measure_object(
+    object_id: str, contents: Mapping[str, bytes], kinds: frozenset[str], sizes: dict[str, int]
+) -> int:
     """Returns the bytes of an object with all that it refers to, each as often as it does.
 
     Args:
         object_id: of the object.
         contents: of all objects.
+        kinds: one of which the object is.
         sizes: of those measured before; it is updated.
-        depth: of the object.
 
     Raises:
         KeyError, IndexError, ValueError, TypeError, AttributeError: an object is missing, or makes no sense.
     """
-    if depth > MAX_TREE_DEPTH:
-        raise ValueError(f"its objects are more than {MAX_TREE_DEPTH} deep")
+    content = contents[object_id]
+    kind, children, _ = get_object_head_values_from_object_content(content)
+    if kind not in kinds:
+        raise ValueError(f"a {kind[:40]!r} is where {' or '.join(sorted(kinds)) or 'nothing'} should be")
     if object_id not in sizes:
-        content = contents[object_id]
-        kind, children, _ = get_object_head_values_from_object_content(content)
+        referred = children
         if kind == Array.__qualname__:
-            children = [children[i] for i in parse_json(get_object_body(content, Array))["arraychunk_ids"]]
+            referred = [children[i] for i in parse_json(get_object_body(content, Array))["arraychunk_ids"]]
         elif kind in _TABLES:
-            children = list(parse_json(get_object_body(content, _TABLES[kind])).values())
-        measured = (_measure_object(child, contents, sizes, depth + 1) for child in children)
+            referred = list(parse_json(get_object_body(content, _TABLES[kind])).values())
+        counts = Counter(referred)
+        if counts.keys() != set(children):
+            raise ValueError(f"a {kind} refers to other objects than its head names")
+        measured = (n * _measure_object(child, contents, _CHILD_KINDS[kind], sizes) for child, n in counts.items())
         sizes[object_id] = len(content) + sum(measured)
     return sizes[object_id]
-
-
-_TABLES: Mapping[str, Any] = {kind.__qualname__: kind for kind in (ArrayRecord, RecordDict)}
 
 
 def _make_rejection(reason: str) -> FlowerError:
@@ -480,8 +565,8 @@ class FlowerFleetServicer:
             return FleetResponse(status=500, content=encode_error("Internal server error."))
         pulled = [item.metadata.message_id for item in reply.messages_list] if method == PULL_MESSAGES else []
         if node_id in self._state.supernodes:
-            sent = self._state.stock_instructions
-            held = tuple(sent[name].assignment for name in pulled if name in sent)
+            sent = [self._state.stock_instructions.get(name) for name in pulled]
+            held = tuple(instruction.assignment for instruction in sent if instruction is not None)
             self._on_supernode(node_id, method, held if method == PULL_MESSAGES else None)
         return FleetResponse(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
 
@@ -517,9 +602,11 @@ class FlowerFleetServicer:
 
     def is_from_other_device(self, method: str, body: bytes, node_id: int) -> bool:
         """Returns whether a rejected request names another device, or answers its work."""
-        if method != PUSH_MESSAGES:
+        if method not in {PUSH_MESSAGES, PUSH_OBJECT}:
             return True
         try:
+            if method == PUSH_OBJECT:
+                return bool(PushObjectRequest.FromString(body).node.node_id != node_id)
             request = PushMessagesRequest.FromString(body)
             metadata = [message.metadata for message in request.messages_list]
         except DecodeError:
@@ -528,15 +615,28 @@ class FlowerFleetServicer:
         owners = {request.node.node_id, *(item.src_node_id for item in metadata)}
         return bool((owners | {item.metadata.dst_node_id for item in instructions if item is not None}) - {node_id})
 
+    def refuse_body(self, method: str, node_id: int, limit_bytes: int) -> None:
+        """Ends the reply of a stock SuperNode that has a body over the limit; a board knows the limits."""
+        if method not in {PUSH_MESSAGES, PUSH_OBJECT}:
+            return
+        for instruction in list(self._state.stock_instructions.values()):
+            message = self._state.message_ins_store.get(instruction.message_id)
+            if instruction.node_id == node_id and message is not None and message.metadata.delivered_at:
+                self._state.finish_stock(instruction, f"a request with a reply has at most {limit_bytes} bytes")
+
 
 def _check_sender(request: Any) -> None:
-    """Checks that replies are from the device that signed; Flower checks that of the request only."""
+    """Checks that one reply is pushed, from the device that signed; Flower checks that of the request only."""
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        raise HTTPException(400, "a push has one reply, with one tree of its objects")
     if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
         raise HTTPException(401, "a reply is from another node than the request")
 
 
 def _check_object(object_id: str, content: bytes) -> None:
-    """Checks a pushed object by its id, which the device has signed."""
+    """Checks size and content of a pushed object, by its id, which a board has signed."""
+    if len(content) > MAX_OBJECT_BYTES:
+        raise _make_rejection(f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(content)}")
     try:
         if get_object_id(content) == object_id:
             validate_object_content(content)
@@ -550,6 +650,35 @@ def _check_push_hash(request: Request, message: PushObjectRequest) -> None:
     """Checks that a pushed object's ids are those that were signed."""
     if request.headers.get(BODY_HASH_HEADER) != compute_push_hash(message):
         raise NotAllowedError("its ids are not the ones that were signed")
+
+
+def _read_reply(node_id: int, decode: Callable[[], tuple[Json, bytes]]) -> tuple[Json, bytes]:
+    """Returns header and body that `decode` makes of a reply; a malformed one as an error."""
+    try:
+        return decode()
+    except DataError as error:
+        return {"error": str(error)}, b""
+    except Exception as error:  # noqa: BLE001 the boundary of one reply: whatever is wrong, the run must hear of it
+        log.warning("node %s sent a malformed reply: %r", node_id, error)
+        return {"error": f"malformed reply: {error!r}"}, b""
+
+
+def _decode_stock_reply(instruction: StockInstruction) -> tuple[Json, bytes]:
+    """Returns header and body of a stock SuperNode's reply, as a board's would be.
+
+    Raises:
+        DataError: it is refused, or unfolds to more than the run takes.
+    """
+    if instruction.error or instruction.reply is None:
+        raise DataError(instruction.error)
+    contents, root = instruction.reply.read(), instruction.reply.message_id
+    if _measure_object(root, contents, frozenset({Message.__qualname__}), {}) > instruction.max_bytes:
+        raise DataError(f"a reply has at most {instruction.max_bytes} bytes: raise job.max_part_bytes")
+    reply = cast("Message", inflate_object_from_contents(root, contents))
+    error = (reply.error.code, str(reply.error.reason)) if reply.has_error() else None
+    return encode_stock_reply(
+        instruction, None if error else reply.content, error, elapsed_s=time.monotonic() - instruction.sent_s
+    )
 
 
 class SuperLink:
@@ -574,7 +703,9 @@ class SuperLink:
         folder: Path | None = None,
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and our own rejections
-        self.state = NotifyingLinkState(NoOpFederationManager(), ChunkStore(folder), self._on_message)
+        self.state = NotifyingLinkState(
+            NoOpFederationManager(), ChunkStore(folder), self._on_message, self._on_stock_reply, folder
+        )
         self._on_reply = on_reply
         self.api = FleetApi(FlowerFleetServicer(self.state, on_supernode), observer, on_rejected, folder)
 
@@ -606,48 +737,27 @@ class SuperLink:
     def _on_message(self, message: Message) -> None:
         """Moves a complete reply out of Flower's state to `on_reply`; a malformed one as an error."""
         metadata = message.metadata
-        try:
-            if metadata.src_node_id in self.state.supernodes:
-                header, body = self._decode_stock_reply(message)
-            else:
-                header, body = self._decode_reply(message)
-        except (LookupError, ValueError, TypeError, AttributeError, DecodeError, NoObjectInStoreError) as error:
-            log.warning("node %s sent a malformed reply: %r", metadata.src_node_id, error)
-            header, body = {"error": f"malformed reply: {error!r}"}, b""
-        finally:
-            self.state.delete_instruction(metadata.reply_to_message_id, metadata.message_id)
-        bytes_up, bytes_down = self.api.byte_counters.pop_reply_bytes(
-            metadata.src_node_id, metadata.reply_to_message_id
-        )
+        header, body = _read_reply(metadata.src_node_id, lambda: self._decode_reply(message))
+        self.state.delete_instruction(metadata.reply_to_message_id, metadata.message_id)
+        self._deliver(metadata.src_node_id, metadata.reply_to_message_id, header, body)
+
+    def _on_stock_reply(self, instruction: StockInstruction) -> None:
+        """Moves a stock SuperNode's reply to `on_reply`; one that was refused, or is malformed, as an error."""
+        header, body = _read_reply(instruction.node_id, lambda: _decode_stock_reply(instruction))
+        self.state.delete_stock_instruction(instruction)
+        self._deliver(instruction.node_id, instruction.message_id, header, body)
+
+    def _deliver(self, node_id: int, instruction_id: str, header: Json, body: bytes) -> None:
+        bytes_up, bytes_down = self.api.byte_counters.pop_reply_bytes(node_id, instruction_id)
         self._on_reply(
             Reply(
-                node_id=metadata.src_node_id,
-                instruction_id=metadata.reply_to_message_id,
+                node_id=node_id,
+                instruction_id=instruction_id,
                 header=header,
                 body=body,
                 bytes_up=bytes_up,
                 bytes_down=bytes_down,
             )
-        )
-
-    def _decode_stock_reply(self, message: Message) -> tuple[Json, bytes]:
-        """Returns header and body of a stock SuperNode's reply, as a board's would be."""
-        metadata, store = message.metadata, self.state.object_store
-        instruction = self.state.stock_instructions[metadata.reply_to_message_id]
-        contents: dict[str, bytes] = {}
-        pending = [store.get_object_tree(metadata.message_id)]
-        while pending:
-            tree = pending.pop()
-            contents[tree.object_id] = store.get(tree.object_id) or b""
-            pending += tree.children
-        if _measure_object(metadata.message_id, contents, {}) > instruction.max_bytes:
-            raise ValueError(f"it has more than {instruction.max_bytes} bytes: raise job.max_part_bytes")
-        reply = inflate_object_from_contents(metadata.message_id, contents)
-        if not isinstance(reply, Message):
-            raise TypeError(f"it is a {type(reply).__name__}, not a Message")
-        error = (reply.error.code, str(reply.error.reason)) if reply.has_error() else None
-        return encode_stock_reply(
-            instruction, None if error else reply.content, error, elapsed_s=time.monotonic() - instruction.sent_s
         )
 
     def _decode_reply(self, message: Message) -> tuple[Json, bytes]:
@@ -685,7 +795,8 @@ class FlowerRun:
         fab_hash = ""
         if bundle is not None:
             app_id, version, config = bundle.app_id, bundle.version, dict(bundle.config)
-            fab_hash = state.store_fab(Fab(hash_str="", content=bundle.content, verifications={}))
+            fab_hash = state.open_fab(bundle.content)
+        self._fab_hash = fab_hash
         self._run_id = state.create_run(
             app_id, version, fab_hash, config, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
         )
@@ -716,7 +827,8 @@ class FlowerRun:
             content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: body.inline})
         tree = ObjectTree(object_id=message_id, children=[ObjectTree(object_id=i) for i in body.chunk_ids])
         metadata = self._make_metadata(node_id, kind, message_id)
-        self._store(tree, dict(zip(body.chunk_ids, body.chunks, strict=True)), metadata, content)
+        objects = dict(zip(body.chunk_ids, body.chunks, strict=True))
+        self._store(self._state.chunk_store, tree, objects, metadata, content)
         return message_id
 
     def _send_stock(self, node_id: int, header: Mapping[str, Any], body: PreparedBody) -> str:
@@ -743,12 +855,20 @@ class FlowerRun:
             objects = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
             tree = get_object_tree(message)
         message_id = str(tree.object_id)
-        self._state.stock_instructions[message_id] = StockInstruction.create(header, part, content, time.monotonic())
+        self._state.stock_instructions[message_id] = StockInstruction.create(
+            header,
+            part,
+            content,
+            message_id=message_id,
+            node_id=node_id,
+            run_id=self._run_id,
+            sent_s=time.monotonic(),
+        )
         metadata = self._make_metadata(node_id, metadata.message_type, message_id, metadata.group_id)
         try:
-            self._store(tree, objects, metadata, RecordDict())
+            self._store(self._state.stock_store, tree, objects, metadata, RecordDict())
         except NetworkError:
-            del self._state.stock_instructions[message_id]
+            self._state.stock_instructions.pop(message_id, None)
             raise
         return message_id
 
@@ -765,9 +885,15 @@ class FlowerRun:
             message_type=kind,
         )
 
-    def _store(self, tree: ObjectTree, objects: Mapping[str, bytes], metadata: Metadata, content: RecordDict) -> None:
+    def _store(
+        self,
+        store: ChunkStore,
+        tree: ObjectTree,
+        objects: Mapping[str, bytes],
+        metadata: Metadata,
+        content: RecordDict,
+    ) -> None:
         """Stores a message with the objects in its tree that are not there yet."""
-        store = self._state.chunk_store
         missing = set(store.preregister(self._run_id, tree))
         for object_id, stored in objects.items():
             if object_id in missing:
@@ -795,3 +921,7 @@ class FlowerRun:
         self._state.close_push_sessions(self._run_id)
         self._state.finish_task(self._task_id, SubStatus.COMPLETED, "")
         self._state.cleanup_run(self._run_id)
+        self._state.stock_store.delete_objects_in_run(self._run_id)
+        if self._fab_hash:
+            self._state.close_fab(self._fab_hash)
+            self._fab_hash = ""

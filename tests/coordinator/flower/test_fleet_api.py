@@ -26,7 +26,7 @@ from edgefl.coordinator.flower.fleet_api import (
     FleetApi,
     FleetResponse,
     FleetServicer,
-    SpooledRequestBody,
+    SpooledBody,
     send_response,
 )
 from edgefl.core.errors import NotAllowedError
@@ -42,6 +42,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
+        self.larger: list[str] = []
 
     def authenticate(self, request: Request) -> int:
         if request.headers.get("key") != "7":
@@ -59,6 +60,9 @@ class Calls:
 
     def is_from_other_device(self, _name: str, body: bytes, _node_id: int) -> bool:
         return body == b"another"
+
+    def refuse_body(self, name: str, _node_id: int, _limit_bytes: int) -> None:
+        self.larger.append(name)
 
 
 class Site:
@@ -237,7 +241,7 @@ PIECE_BYTES = 64 * 1024
 @pytest.mark.parametrize("size", [0, 1, MAX_MEMORY_BYTES, MAX_MEMORY_BYTES + 1, 10 * MAX_MEMORY_BYTES + 7])
 def test_a_body_is_whole_whatever_its_size_and_can_be_asked_for_twice(tmp_path: Path, size: int) -> None:
     sent = os.urandom(size)
-    with SpooledRequestBody(tmp_path) as body:
+    with SpooledBody(tmp_path) as body:
         for start in range(0, size, PIECE_BYTES):
             body.append(sent[start : start + PIECE_BYTES])
         assert body.num_bytes == size
@@ -246,7 +250,7 @@ def test_a_body_is_whole_whatever_its_size_and_can_be_asked_for_twice(tmp_path: 
 
 
 def test_a_large_body_is_not_in_memory_and_leaves_no_file(tmp_path: Path) -> None:
-    with SpooledRequestBody(tmp_path) as body:
+    with SpooledBody(tmp_path) as body:
         for _ in range(100):
             body.append(bytes(PIECE_BYTES))
             assert sum(map(len, body._chunks)) <= MAX_MEMORY_BYTES
@@ -258,7 +262,7 @@ def test_a_large_body_is_not_in_memory_and_leaves_no_file(tmp_path: Path) -> Non
 
 
 def test_a_small_body_opens_no_file(tmp_path: Path) -> None:
-    with SpooledRequestBody(tmp_path) as body:
+    with SpooledBody(tmp_path) as body:
         body.append(bytes(MAX_MEMORY_BYTES))
         assert body._file is None
 
@@ -275,12 +279,12 @@ def test_a_body_stays_whole_where_the_disk_has_no_room_for_it(tmp_path: Path, ro
 
 def test_a_body_stays_in_memory_where_no_file_can_be_made(tmp_path: Path) -> None:
     sent = os.urandom(2 * MAX_MEMORY_BYTES)
-    with SpooledRequestBody(tmp_path / "missing") as body:
+    with SpooledBody(tmp_path / "missing") as body:
         body.append(sent)
         assert body.read() == sent
 
 
-class _SmallDisk(SpooledRequestBody):
+class _SmallDisk(SpooledBody):
     """Writes as a disk does on which so many bytes are left: some of a piece, then an error."""
 
     def __init__(self, folder: Path, room: int) -> None:

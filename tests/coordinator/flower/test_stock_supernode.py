@@ -5,6 +5,8 @@ import contextlib
 import datetime as dt
 import json
 import queue
+import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -12,11 +14,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flower_apps import write_app
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
+from flwr.app.message import make_message
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.proto import node_pb2
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
+from flwr.supercore.error import FlowerError
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_id,
+    get_object_tree,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.primitives.asymmetric import sign_message
 from flwr.supercore.run import RunNotRunningException
@@ -25,7 +35,8 @@ from noted_calls import NotedCalls
 
 from edgefl.coordinator.api.server import WebServer, make_app, open_listener
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.flower.stock_messages import MAX_TREE_OBJECTS, OVERHEAD_BYTES
+from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
+from edgefl.coordinator.flower.stock_messages import MAX_TREE_DEPTH, MAX_TREE_OBJECTS, OVERHEAD_BYTES
 from edgefl.coordinator.flower.superlink import SuperLink, prepare_body
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import JOB_LIMITS, KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
@@ -125,7 +136,7 @@ class Site:
             len(kept)
             for kept in (
                 state.message_ins_store, state.message_res_store, state.object_store, state.partial_replies,
-                state.stock_instructions, state._object_push_sessions,
+                state.stock_instructions, state.stock_store, state._object_push_sessions,
             )
         ]  # fmt: skip
 
@@ -158,7 +169,7 @@ def test_a_message_goes_out_as_flower_s_and_its_reply_comes_back_as_a_board_s(si
     assert header == {}
     np.testing.assert_array_equal(content["arrays"].to_numpy_ndarrays()[0], np.ones(3))
     assert reply.bytes_up > 24
-    assert site.leftovers() == [0] * 6
+    assert site.leftovers() == [0] * 7
     held = [held for _, method, held in site.held if method == "pull-messages"]
     assert held == [("run/1",)]
 
@@ -207,64 +218,253 @@ def test_a_question_before_the_run_is_answered_here_and_a_run_without_an_app_is_
         other.send(site.node_id, kind="train", header=HEADER, body=prepare_body(b""))
 
 
-def test_more_than_the_run_takes_of_a_reply_is_refused_before_it_is_kept(site):
-    site.send()
+def large_reply(message):
     large = [np.zeros((MAX_PART_BYTES + OVERHEAD_BYTES) // 16) + i for i in range(3)]
+    return Message(RecordDict({"arrays": ArrayRecord(large)}), reply_to=message)
+
+
+def send_large(node, message):
+    node.answer(large_reply(message))
+
+
+def send_large_piece(node, message):
+    send_object(node, message, ArrayChunk(memoryview(bytes(MAX_OBJECT_BYTES))).deflate())
+
+
+def send_larger_request(node, message):
+    send_object(node, message, ArrayChunk(memoryview(bytes(MAX_PUSH_OBJECT_BYTES))).deflate())
+
+
+def send_other_content(node, message):
+    send_object(node, message, b"other", object_id="ab" * 32)
+
+
+def send_object(node, message, content, object_id=None):
+    reply, name = Message(RecordDict(), reply_to=message), object_id or get_object_id(content)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    tree = ObjectTree(object_id=reply.object_id, children=[ObjectTree(object_id=name)])
+    node.push(reply, tree, {reply.object_id: reply.deflate(), name: content})
+
+
+def announce(node, message, children=(), *, root=None):
+    """Announces a reply with these trees below its first object; returns the ids that are missing, and the session."""
+    reply = Message(RecordDict(), reply_to=message)
+    reply.metadata.__dict__.update(_message_id="ef" * 32)
+    return node.send(reply, ObjectTree(object_id=root or "ef" * 32, children=children), 0.1)
+
+
+def send_many(node, message):
+    announce(node, message, [ObjectTree(object_id="ab" * 32)] * MAX_TREE_OBJECTS)
+
+
+def send_deep(node, message):
+    tree = ObjectTree(object_id="ab" * 32)
+    for _ in range(4):
+        tree = ObjectTree(object_id="cd" * 32, children=[tree])
+    announce(node, message, [tree])
+
+
+def send_another_root(node, message):
+    announce(node, message, root="ab" * 32)
+
+
+def send_another_tree(node, message):
+    announce(node, message, [ObjectTree(object_id="ab" * 32)])
+    announce(node, message, [ObjectTree(object_id="cd" * 32)])
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (send_large, f"at most {MAX_PART_BYTES + OVERHEAD_BYTES} bytes: raise job.max_part_bytes"),
+        (send_large_piece, f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes"),
+        (send_larger_request, f"at most {MAX_PUSH_OBJECT_BYTES} bytes"),
+        (send_other_content, "its object is not the one"),
+        (send_many, f"at most {MAX_TREE_OBJECTS} objects"),
+        (send_deep, f"{MAX_TREE_DEPTH} deep"),
+        (send_another_root, "the first of its objects"),
+        (send_another_tree, "other objects than before"),
+    ],
+)
+def test_what_cannot_be_taken_of_a_reply_is_refused_and_the_run_is_told(tmp_path, act, error):
+    roomy = {**HEADER, JOB_LIMITS: {"max_part_bytes": 4 * MAX_PART_BYTES}} if "piece" in act.__name__ else HEADER
+    site = Site(tmp_path / "coordinator", read_app(write_app(tmp_path / "app"), is_packed=True))
+    with contextlib.closing(site), site.connected() as node:
+        sent = site.send(header=roomy)
+        with pytest.raises((RunNotRunningException, httpx.HTTPStatusError)):
+            act(node, node.take())
+        reply = site.reply()
+        assert (reply.node_id, reply.instruction_id, reply.body) == (site.node_id, sent, b"")
+        assert error in reply.header["error"]
+        assert [kind for kind, _, _ in site.rejected] == (["size"] if "request" in act.__name__ else [])
+        assert (site.run.is_known(sent), site.leftovers(), site.replies.qsize()) == (False, [0] * 7, 0)
+
+
+def test_a_larger_request_of_another_kind_or_node_does_not_end_the_reply(site):
+    sent = site.send()
     with site.connected() as node:
-        reply = Message(RecordDict({"arrays": ArrayRecord(large)}), reply_to=node.take())
-        with pytest.raises(RunNotRunningException):
-            node.answer(reply)
-    assert site.replies.empty()
+        _, session = announce(node, node.take())
+        site.superlink.api._servicer.refuse_body("pull-messages", site.node_id, 1)
+        site.superlink.api._servicer.refuse_body("push-object", site.node_id + 1, 1)
+    assert (site.run.is_known(sent), site.replies.empty(), bool(session)) == (True, True, True)
 
 
-def test_a_reply_that_unfolds_to_more_than_the_run_takes_is_an_error(site):
-    """An array may name one chunk any number of times."""
+def test_a_reply_that_is_announced_again_goes_on_and_no_object_counts_twice(site):
     site.send()
     with site.connected() as node:
-        array = Array(np.zeros(100_000))
-        reply = Message(RecordDict({"arrays": ArrayRecord({"w": array})}), reply_to=node.take())
+        values = np.random.default_rng(1).standard_normal((2, MAX_PART_BYTES // 20))
+        reply = Message(RecordDict({"arrays": ArrayRecord(list(values))}), reply_to=node.take())
         objects = {name: found.deflate() for name, found in get_all_nested_objects(reply).items()}
-        old = array.object_id
-        head, _, body = objects.pop(old).partition(b"\x00")
-        table = json.dumps({**json.loads(body), "arraychunk_ids": [0] * 1000}).encode()
-        bomb = head.rpartition(b" ")[0] + f" {len(table)}".encode() + b"\x00" + table
-        names = {old: get_object_id(bomb)}
-        objects[names[old]] = bomb
-        for kind in (reply.content["arrays"], reply.content, reply):  # each names the one before
-            name = kind.object_id
-            head, _, body = objects.pop(name).partition(b"\x00")
-            for before, after in names.items():
-                head, body = (part.replace(before.encode(), after.encode()) for part in (head, body))
-            names[name] = get_object_id(head + b"\x00" + body)
-            objects[names[name]] = head + b"\x00" + body
-        root = names[reply.object_id]
-        reply.metadata.__dict__["_message_id"] = root
-        tree = ObjectTree.FromString(rename(get_object_tree(reply), names))
-        node.push(reply, tree, objects)
-        answer = site.reply()
-    assert "it has more than" in answer.header["error"]
-    assert answer.body == b""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        large = max(objects, key=lambda name: len(objects[name]))
+        _, first = node.send(reply, get_object_tree(reply), 0.1)
+        for _ in range(5):
+            node.push_object(reply.metadata.run_id, first, large, objects[large])
+        missing, second = node.send(reply, get_object_tree(reply), 0.1)
+        assert missing == objects.keys() - {large}
+        for name in missing:
+            node.push_object(reply.metadata.run_id, second, name, objects[name])
+        _, content = decode_message(site.reply().body)
+    np.testing.assert_array_equal(content["arrays"].to_numpy_ndarrays(), values)
+    assert (site.leftovers(), site.replies.qsize()) == ([0] * 7, 0)
 
 
-def rename(tree, names):
-    changed = ObjectTree(object_id=names.get(tree.object_id, tree.object_id))
-    changed.children.extend(ObjectTree.FromString(rename(child, names)) for child in tree.children)
-    return changed.SerializeToString()
+def test_the_objects_of_a_reply_are_in_one_file_until_it_is_cancelled(site):
+    sent = site.send()
+    contents = {}
+    for number in range(400):
+        content = ArrayChunk(memoryview(b"%d" % number * 1000)).deflate()
+        contents[get_object_id(content)] = content
+    with site.connected() as node:
+        message = node.take()
+        _, session = announce(node, message, [ObjectTree(object_id=name) for name in contents])
+        count, state = lambda: len(list(Path("/proc/self/fd").iterdir())), site.superlink.state
+        before = count()
+        for name, content in contents.items():
+            assert state.store_object(message.metadata.run_id, session, name, content)
+        assert count() == before + 1
+        site.run.cancel(sent)
+        assert count() == before
+    assert site.leftovers() == [0] * 7
 
 
-@pytest.mark.parametrize("shape", ["wide", "deep"])
-def test_a_reply_of_too_many_objects_is_refused(site, shape):
+def test_a_supernode_cannot_answer_for_another_nor_end_its_work(site):
+    other = site.superlink.register(b"another key", "other", is_supernode=True)
+    sent = site.send()
+    with site.connected() as node:
+        message = node.take()
+    state = site.superlink.state
+    metadata = Metadata(
+        run_id=message.metadata.run_id, message_id="ef" * 32, src_node_id=other, dst_node_id=1, ttl=60.0,
+        reply_to_message_id=sent, group_id="", created_at=time.time(), message_type="train",
+    )  # fmt: skip
+    tree = ObjectTree(object_id="ab" * 32)
+    reply, session = make_message(metadata=metadata, content=RecordDict()), state.start_session(metadata.run_id)
+    with pytest.raises(FlowerError, match="reply refused"):
+        state.store_message_and_object_tree(reply, tree, session)
+    assert (site.run.is_known(sent), site.replies.empty()) == (True, True)
+
+
+def test_what_a_supernode_announces_changes_nothing_of_what_another_is_sent(site):
+    """The ids of a record are known before it is sent, and Flower keeps the children of the first who names them."""
+    other = site.superlink.register(b"another key", "other", is_supernode=True)
+    content = RecordDict({"config": ConfigRecord({"server-round": 4})})
+    known = content["config"].object_id
     site.send()
+    with site.connected() as node:
+        doubled, levels = ObjectTree(object_id="00" * 32), []
+        for number in range(1, 20):
+            levels.append(ObjectTree(object_id=f"{number:064x}", children=[doubled] * 2))
+            doubled = ObjectTree(object_id=f"{number:064x}")
+        announce(node, node.take(), [*levels, ObjectTree(object_id=known, children=[doubled])])
+        assert len(site.superlink.state.object_store) == 0
+        body = encode_envelope({}) + encode_message({"type": "train", "group": "4"}, content)
+        sent = site.run.send(other, kind="train", header=HEADER, body=prepare_body(body))
+    tree = site.superlink.state.stock_store.get_object_tree(sent)
+    assert [found.object_id for found in iterate_object_tree(tree)] == [known, content.object_id, sent]
+
+
+def encode_object(kind, children, body):
+    return f"{kind} {','.join(children)} {len(body)}".encode() + b"\x00" + body
+
+
+def make_repeated_chunk(add):
+    """An array may name one chunk any number of times."""
+    chunk = add("ArrayChunk", [], bytes(100_000))
+    about = {"dtype": "<f4", "shape": [1], "stype": "numpy.ndarray", "arraychunk_ids": [0] * 1000}
+    array = add("Array", [chunk], json.dumps(about).encode())
+    record = add("ArrayRecord", [array], json.dumps({"w": array}).encode())
+    return add("RecordDict", [record], json.dumps({"arrays": record}).encode())
+
+
+def make_unnamed_child(add):
+    """A table may leave out what the head names, and Flower unfolds all that the head names."""
+    record = add("ConfigRecord", [], b"")
+    return add("RecordDict", [record], b"{}")
+
+
+def make_array_of_no_record(add):
+    chunk = add("ArrayChunk", [], bytes(100_000))
+    about = {"dtype": "<f4", "shape": [1], "stype": "numpy.ndarray", "arraychunk_ids": [0]}
+    array = add("Array", [chunk], json.dumps(about).encode())
+    return add("RecordDict", [array], json.dumps({"w": array}).encode())
+
+
+def make_deep(add):
+    name = add("RecordDict", [], b"{}")
+    for _ in range(3000):
+        name = add("RecordDict", [name], json.dumps({"a": name}).encode())
+    return name
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (make_repeated_chunk, "raise job.max_part_bytes"),
+        (make_unnamed_child, "a RecordDict refers to other objects than its head names"),
+        (make_array_of_no_record, "a 'Array' is where ArrayRecord or ConfigRecord or MetricRecord should be"),
+        (make_deep, "a 'RecordDict' is where ArrayRecord"),
+    ],
+)
+def test_a_reply_that_unfolds_to_what_no_supernode_sends_is_an_error(site, make, error):
+    site.send()
+    objects = {}
+
+    def add(kind, children, body):
+        content = encode_object(kind, children, body)
+        objects[get_object_id(content)] = content
+        return get_object_id(content)
+
     with site.connected() as node:
         reply = Message(RecordDict(), reply_to=node.take())
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        leaf = ObjectTree(object_id="ab" * 32)
-        tree = ObjectTree(object_id=reply.object_id, children=[leaf] * (MAX_TREE_OBJECTS if shape == "wide" else 1))
-        for _ in range(0 if shape == "wide" else 5):
-            tree = ObjectTree(object_id=reply.object_id, children=[tree])
-        with pytest.raises(RunNotRunningException):
-            node.send(reply, tree, 0.1)
-    assert site.leftovers()[3] == 0
+        body = reply.deflate().partition(b"\x00")[2]
+        root = add("Message", [make(add)], body)
+        reply.metadata.__dict__["_message_id"] = root
+        children = [ObjectTree(object_id=name) for name in objects if name != root]
+        missing, session = node.send(reply, ObjectTree(object_id=root, children=children), 0.1)
+        for name in missing:
+            site.superlink.state.store_object(reply.metadata.run_id, session, name, objects[name])
+        answer = site.reply()
+    assert error in answer.header["error"]
+    assert answer.body == b""
+    assert site.leftovers() == [0] * 7
+
+
+def test_a_closed_run_leaves_nothing_and_its_app_stays_for_another_that_has_it(site):
+    state = site.superlink.state
+    with contextlib.closing(site.superlink.open_run(lambda: make_bundle(site.app, site.app.config))) as other:
+        site.send()
+        with site.connected() as node:
+            announce(node, node.take(), [ObjectTree(object_id="ab" * 32)])
+            site.send()
+            site.run.close()
+        assert site.leftovers() == [0] * 7
+        assert len(state.fab_store) == 1
+        assert not site.run.is_known(
+            other.send(site.node_id, kind="train", header=HEADER | {"phase": "can"}, body=None)
+        )
+    site.run.close()
+    assert (len(state.fab_store), site.leftovers()) == (0, [0] * 7)
 
 
 @pytest.mark.parametrize(("key", "off_s", "status"), [("own", 0.0, 200), ("own", -400.0, 401), ("other", 0.0, 401)])

@@ -22,7 +22,10 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, Pul
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.object_store import in_memory_object_store
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.routers.fleet import node_auth
@@ -982,6 +985,7 @@ OVERRIDDEN = (
     "delete_messages",
     "store_message_and_object_tree",
     "store_object",
+    "get_object",
     "activate_node",
     "get_run_status",
     "_cleanup_expired_task_tokens_locked",
@@ -999,6 +1003,8 @@ USED = (
     "cleanup_run",
     "_check_stored_messages",
     "_cleanup_push_session",
+    "store_message_res",
+    "store_fab",
 )
 ATTRIBUTES = (
     "lock",
@@ -1011,13 +1017,28 @@ ATTRIBUTES = (
     "object_store",
     "_object_push_sessions",
     "_lock_object_push_sessions",
+    "fab_store",
+    "lock_fab_store",
 )
+STORE_METHODS = ("preregister", "get_object_tree", "get", "put", "delete", "delete_objects_in_run")
+OBJECT_FUNCTIONS = {
+    inflatable_object: (
+        "get_all_nested_objects", "get_object_body", "get_object_head_values_from_object_content", "get_object_id",
+        "get_object_tree", "no_object_id_recompute", "UnexpectedObjectContentError",
+    ),
+    inflatable_utils: ("inflate_object_from_contents", "validate_object_content"),
+}  # fmt: skip
 
 
 def test_flowers_private_names_that_we_use_are_still_there():
     state = SuperLink(on_reply=print, observer=NotedCalls()).state
     missing = [name for name in (*OVERRIDDEN, *USED) if not callable(getattr(InMemoryLinkState, name, None))]
     missing += [name for name in ATTRIBUTES if not hasattr(state, name)]
+    missing += [name for name in STORE_METHODS if not callable(getattr(InMemoryObjectStore, name, None))]
+    for module, names in OBJECT_FUNCTIONS.items():
+        missing += [name for name in names if not callable(getattr(module, name, None))]
+    fab = inspect.signature(Fab).parameters
+    missing += [name for name in ("hash_str", "content", "verifications") if name not in fab]
     rpcs = ("ActivateNode", "PullMessages", "PullObject", "PushMessages", "PushObject")
     missing += [name for name in rpcs if not callable(getattr(FleetHttpClient, name, None))]
     assert missing == []
