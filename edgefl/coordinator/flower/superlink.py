@@ -221,7 +221,7 @@ class NotifyingLinkState(InMemoryLinkState):
         if message.metadata.src_node_id in self.supernodes:
             self._cleanup_push_session(session_id, cleanup_messages=False)
             return True, self._announce_stock(message, object_tree, session_id)
-        if not _is_valid_tree(object_tree):
+        if object_tree.object_id != message.metadata.message_id or not _is_valid_tree(object_tree):
             self._cleanup_push_session(session_id, cleanup_messages=False)
             raise _make_rejection(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
         stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)

@@ -138,9 +138,9 @@ def test_what_is_not_served_is_not_found_by_a_device_that_is_known(site: Site, n
 def test_a_body_over_the_limit_of_its_request_is_noted_and_not_passed_on(site: Site, name: str, limit: int) -> None:
     assert site.ask(name, size=limit + 1) == 413
     assert (site.was_read, site.calls.asked, site.contacts) == (False, [], [])
-    assert site.refused == [("size", 7)]
+    assert (site.refused, site.calls.larger) == ([("size", 7)], [name])
     site.ask(name, b"x", size=limit)
-    assert site.calls.asked == [(name, b"x")]
+    assert (site.calls.asked, site.calls.larger) == ([(name, b"x")], [name])
 
 
 @pytest.mark.parametrize("size", [3, MAX_MEMORY_BYTES + 1])

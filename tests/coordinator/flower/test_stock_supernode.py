@@ -247,7 +247,7 @@ def send_object(node, message, content, object_id=None):
 
 
 def announce(node, message, children=(), *, root=None):
-    """Announces a reply with these trees below its first object; returns the ids that are missing, and the session."""
+    """Announces a reply with these trees below its first object; returns the missing ids and the session."""
     reply = Message(RecordDict(), reply_to=message)
     reply.metadata.__dict__.update(_message_id="ef" * 32)
     return node.send(reply, ObjectTree(object_id=root or "ef" * 32, children=children), 0.1)

@@ -18,7 +18,13 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
@@ -827,6 +833,19 @@ def test_what_is_asked_in_the_name_of_another_device_is_refused(site):
         ("activate-node", own_key, 200),
     ):
         assert calls.handle(asked(device), name, body).status == status, name
+    for node, is_other in ((device, False), (other, True)):
+        piece = PushObjectRequest(node=Node(node_id=node.id)).SerializeToString()
+        assert calls.is_from_other_device("push-object", piece, device.id) is is_other
+
+
+def test_a_push_without_a_tree_or_with_another_root_opens_no_session(site, run):
+    device, calls = site.device(), site.superlink.api._servicer
+    send(run, device)
+    reply = message_to_proto(answer(device, device.supernode.pull()))
+    for trees, status in (([], 400), ([ObjectTree(object_id="a" * 64)], 403)):
+        push = PushMessagesRequest(node=Node(node_id=device.id), messages_list=[reply], message_object_trees=trees)
+        assert calls.handle(asked(device), "push-messages", push.SerializeToString()).status == status
+        assert (site.leftovers()["sessions"], site.leftovers()["replies"]) == (0, 0)
 
 
 def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run):
