@@ -164,7 +164,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-stock": _entry(
             api_readers.stock_replies,
             "coordinator/flower/superlink.py:_measure_object",
-            "coordinator/flower/superlink.py:SuperLink._decode_stock_reply",
+            "coordinator/flower/superlink.py:_decode_stock_reply",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
         "fleet-instructions": _entry(
