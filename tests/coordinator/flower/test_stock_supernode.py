@@ -120,8 +120,14 @@ class Site:
     def connected(self):
         ca = self.directory.ca_cert.read_bytes()
         keys = self.key, self.key.public_key()
+        raised = None
         with http_request_response(f"127.0.0.1:{self.port}", False, ca, keys) as connection:
-            yield Node(connection)
+            try:
+                yield Node(connection)
+            except Exception as error:  # noqa: BLE001 Flower's connection logs what is raised within it, no more
+                raised = error
+        if raised is not None:
+            raise raised
 
     def send(self, content=CONTENT, header=HEADER, kind="train"):
         body = encode_envelope({"node_id": 1}) + encode_message({"type": kind, "group": "3"}, content)
