@@ -236,10 +236,10 @@ class LocalFleet:
 
     def run_command(self, *arguments: str) -> str:
         """Returns the output of an `edgefl` command; raises `RunFailedError` when it failed."""
-        process = self.start_command(arguments)
-        text = _read_output(process, f"edgefl {arguments[0]} {arguments[1]}", START_TIMEOUT_S)
+        process, name = self.start_command(arguments), " ".join(("edgefl", *arguments[:2]))
+        text = _read_output(process, name, START_TIMEOUT_S)
         if process.returncode != 0:
-            raise RunFailedError(f"edgefl {arguments[0]} {arguments[1]} failed: {text.strip()}")
+            raise RunFailedError(f"{name} failed: {text.strip()}")
         return text
 
     def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
