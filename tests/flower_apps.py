@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from edgefl.flower.app_folder import AppFolder
 from edgefl.flower.app_job import PATH_KEYS, load_component
+from edgefl.flower.server_process import run_app
 from edgefl.flower.strategy import ensure_identity
+from edgefl.simulation.local_fleet import LocalFleet
 
 PROJECT = """[project]
 name = "mean-app"
@@ -280,3 +286,35 @@ class HereGrid(Grid):
         kind, round_number = self._phase
         self._phase = ("evaluate", round_number) if kind == "train" else ("train", round_number + 1)
         return replies
+
+
+def submit(fleet: LocalFleet, app: AppFolder, tools: Any, *options: str) -> str:
+    """Submits the app as a run of three nodes at least, and returns its id."""
+    ended = tools.as_operator(fleet, "run", "flower-app", app.root, "--min", "3", *options)
+    assert ended.code == 0, ended.err
+    return str(ended.out.strip())
+
+
+def read_model(fleet: LocalFleet, tools: Any, run_id: str, path: Path) -> Any:
+    """Returns the model in the result of a run, which is written to `path`."""
+    ended = tools.as_operator(fleet, "run", "result", run_id, "--out", path)
+    assert ended.code == 0, ended.err
+    with zipfile.ZipFile(path) as archive, np.load(io.BytesIO(archive.read("final_model.npz"))) as arrays:
+        return arrays["arr_0"]
+
+
+def compute_model(
+    app: AppFolder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_away: Any = None,
+    **config: Any,
+) -> Any:
+    """Returns the model of Flower's own strategy over the same ClientApp in this process, on three nodes."""
+    monkeypatch.chdir(folder)
+    run_config = {**app.config, **config}
+    setup = {"root": str(app.root), "server": app.server, "run_config": run_config, "run_id": 1, "seed": 7}
+    with imported_app(app):
+        run_app(setup, HereGrid(app, [folder] * 3, is_away or (lambda *_: False)))
+    with np.load(folder / "final_model.npz") as arrays:
+        return arrays["arr_0"]

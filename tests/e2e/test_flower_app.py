@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_apps import PRIVATE_APP, HereGrid, imported_app, write_app
+from flower_apps import PRIVATE_APP, compute_model, read_model, submit, write_app
 
 from edgefl.flower.app_folder import AppFolder, read_app
 from edgefl.flower.app_job import get_job_name
 from edgefl.flower.app_pack import write_app_wheel
-from edgefl.flower.server_process import run_app
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
@@ -70,32 +68,6 @@ def fleet(running: LocalFleet) -> LocalFleet:
 
 def find_arrivals(fleet: LocalFleet, name: str, number: str = "*") -> list[Path]:
     return [*(fleet.root / name).glob(f"confined/task-flower-*-app/**/arrived-{number}")]
-
-
-def submit(fleet: LocalFleet, app: AppFolder, tools: Any, *options: str) -> str:
-    ended = tools.as_operator(fleet, "run", "flower-app", app.root, "--min", "3", *options)
-    assert ended.code == 0, ended.err
-    return str(ended.out.strip())
-
-
-def read_model(fleet: LocalFleet, tools: Any, run_id: str, path: Path) -> Any:
-    ended = tools.as_operator(fleet, "run", "result", run_id, "--out", path)
-    assert ended.code == 0, ended.err
-    with zipfile.ZipFile(path) as archive, np.load(io.BytesIO(archive.read("final_model.npz"))) as arrays:
-        return arrays["arr_0"]
-
-
-def compute_model(
-    app: AppFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, is_away: Any = None, **config: Any
-) -> Any:
-    """Returns the model of Flower's own strategy over the same ClientApp in this process."""
-    monkeypatch.chdir(folder)
-    run_config = {**app.config, **config}
-    setup = {"root": str(app.root), "server": app.server, "run_config": run_config, "run_id": 1, "seed": 7}
-    with imported_app(app):
-        run_app(setup, HereGrid(app, [folder] * len(BOARDS), is_away or (lambda *_: False)))
-    with np.load(folder / "final_model.npz") as arrays:
-        return arrays["arr_0"]
 
 
 def list_calls(fleet: LocalFleet, run_id: str) -> dict[tuple[str, str], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -16,12 +15,11 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from flower_apps import HereGrid, imported_app, write_app
+from flower_apps import compute_model, read_model, submit, write_app
 
 from edgefl.flower.app_folder import AppFolder, read_app
 from edgefl.flower.app_job import get_job_name
 from edgefl.flower.app_pack import write_app_wheel
-from edgefl.flower.server_process import run_app
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 from edgefl.system.processes import exit_with_parent
 
@@ -29,6 +27,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 BOARDS = ("board-1", "board-2")
 NODE = "node-1"
+CONFIG = {"num-nodes": 3}
 PROGRAMS = Path(os.environ.get("EDGEFL_TEST_SUPERNODE", Path(sys.executable).parent))
 """Folder of the `flower-supernode` that is tried, of another release where a person says so."""
 
@@ -116,32 +115,6 @@ def node(running: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path) -> Ite
         assert tools.as_operator(running, "devices", "remove", NODE, "--yes").code == 0
 
 
-def submit(fleet: LocalFleet, app: AppFolder, tools: Any, *options: str) -> str:
-    ended = tools.as_operator(
-        fleet, "run", "flower-app", app.root, "--min", "3", "--run-config", "num-nodes=3", *options
-    )
-    assert ended.code == 0, ended.err
-    return str(ended.out.strip())
-
-
-def read_model(fleet: LocalFleet, tools: Any, run_id: str, path: Path) -> Any:
-    ended = tools.as_operator(fleet, "run", "result", run_id, "--out", path)
-    assert ended.code == 0, ended.err
-    with zipfile.ZipFile(path) as archive, np.load(io.BytesIO(archive.read("final_model.npz"))) as arrays:
-        return arrays["arr_0"]
-
-
-def compute_model(app: AppFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, is_away: Any = None) -> Any:
-    """Returns the model of Flower's own strategy over the same ClientApp in this process."""
-    monkeypatch.chdir(folder)
-    run_config = {**app.config, "num-nodes": 3}
-    setup = {"root": str(app.root), "server": app.server, "run_config": run_config, "run_id": 1, "seed": 7}
-    with imported_app(app):
-        run_app(setup, HereGrid(app, [folder] * 3, is_away or (lambda *_: False)))
-    with np.load(folder / "final_model.npz") as arrays:
-        return arrays["arr_0"]
-
-
 def list_logs(fleet: LocalFleet, run_id: str, device: str) -> list[str]:
     rows = fleet.list_history("events", run=run_id)
     return [row["message"] for row in rows if row["kind"] == "job-log" and row["device_id"] == device]
@@ -150,9 +123,9 @@ def list_logs(fleet: LocalFleet, run_id: str, device: str) -> list[str]:
 def test_a_stock_supernode_trains_in_the_same_run_as_boards(
     running: LocalFleet, app: AppFolder, node: StockNode, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id = submit(running, app, tools)
+    run_id = submit(running, app, tools, "--run-config", "num-nodes=3")
     assert running.wait_for_run(run_id)["status"] == "finished", node.read_log()
-    expected = compute_model(app, tmp_path, monkeypatch)
+    expected = compute_model(app, tmp_path, monkeypatch, **CONFIG)
     np.testing.assert_allclose(read_model(running, tools, run_id, tmp_path / "result"), expected, rtol=1e-12)
     lines = list_logs(running, run_id, NODE)
     assert len(lines) == 6
@@ -164,7 +137,7 @@ def test_a_killed_supernode_is_dropped_and_named_and_the_app_gets_flowers_error(
 ) -> None:
     gate = node.data / "closed-2"
     gate.touch()
-    run_id = submit(running, app, tools)
+    run_id = submit(running, app, tools, "--run-config", "num-nodes=3")
     tools.eventually(lambda: node.is_at_gate(2), 120, "the SuperNode in round 2")
     node.kill()
     tools.eventually(lambda: running.get_presence()[NODE] == "gone", 90, "the SuperNode gone")
@@ -178,7 +151,7 @@ def test_a_killed_supernode_is_dropped_and_named_and_the_app_gets_flowers_error(
     def is_away(number: int, kind: str, round_number: int) -> bool:
         return (number, round_number, kind) == (2, 2, "train under way")
 
-    expected = compute_model(app, tmp_path, monkeypatch, is_away)
+    expected = compute_model(app, tmp_path, monkeypatch, is_away, **CONFIG)
     np.testing.assert_allclose(read_model(running, tools, run_id, tmp_path / "result"), expected, rtol=1e-12)
 
 
@@ -187,14 +160,14 @@ def test_a_killed_coordinator_goes_on_with_the_supernode_that_was_at_work(
 ) -> None:
     gate = node.data / "closed-2"
     gate.touch()
-    run_id = submit(running, app, tools)
+    run_id = submit(running, app, tools, "--run-config", "num-nodes=3")
     tools.eventually(lambda: node.is_at_gate(2), 120, "the SuperNode in round 2")
     running.kill("coordinator")
     running.start_coordinator()
     gate.unlink()
     ended = running.wait_for_run(run_id)
     assert ended["status"] == "finished", node.read_log()
-    expected = compute_model(app, tmp_path, monkeypatch)
+    expected = compute_model(app, tmp_path, monkeypatch, **CONFIG)
     np.testing.assert_allclose(read_model(running, tools, run_id, tmp_path / "result"), expected, rtol=1e-12)
     assert [row["num_updates"] for row in running.list_history("rounds", run=run_id)] == [6, 6, 6]
 
