@@ -110,6 +110,10 @@ class InterruptedRunError(EdgeflError):
     """Raised when the coordinator stops; the run can be resumed."""
 
 
+class RunGivesWayError(InterruptedRunError):
+    """Raised when a run that lacks boards gives way to another; it goes on after that."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SendFailure:
     """An instruction that could not be sent; `wait` reports it, like all failures."""
@@ -228,6 +232,10 @@ class LiveFleet:
                 return None
 
         return load
+
+    def compute_lack_s(self) -> float:
+        """Returns for how long the run has had no work while it lacks boards, in seconds; 0 if it lacks none."""
+        return self._idle_reporter.compute_lack_s()
 
     def close(self, *, will_resume: bool = False) -> None:
         """Unsubscribes and closes the Flower run; unless it will resume, devices are asked to finish early."""

@@ -1,4 +1,4 @@
-"""Run scheduler: executes queued runs one after the other."""
+"""Run scheduler: executes queued runs one after the other; one that lacks boards gives way to another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.fleet_view import RunSpec
-from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
+from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet, RunGivesWayError
 from edgefl.coordinator.execution.messaging import DeviceNotifier
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
@@ -51,10 +51,12 @@ from edgefl.coordinator.runs.recovery import (
     restore_from_checkpoint,
 )
 from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.coordinator.runs.run_queue import RunQueue
 from edgefl.coordinator.runs.scales import record_scales
 from edgefl.coordinator.runs.stalls import (
     COMPILING,
     COMPILING_REASON,
+    GIVE_WAY_AFTER_S,
     REPORT_AFTER_S,
     RUN_STALLED,
     STOP_TIMEOUT_S,
@@ -167,6 +169,7 @@ class RunScheduler:
         self._inexact_ids: set[str] = set()
         self._recovered_ids: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
+        self._queue = RunQueue(context.store, context.registry, context.directory)
         self._backoff = StorageBackoff(
             directory=context.directory.runs,
             store=context.store,
@@ -392,7 +395,7 @@ class RunScheduler:
                     )
                     self._context.metrics.on_run_started(stopping)
                     return stopping
-            record = self._context.store.get_next_queued_run()
+            record = self._queue.get_next(self._recovered_ids)
             if record is not None:
                 self._context.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
                 self._set_current(_CurrentRun(run_id=record.run_id))
@@ -445,6 +448,8 @@ class RunScheduler:
         try:
             record = self._record_compiled(self._record_scales(record))
             self._execute(record, self._build_run(record))
+        except RunGivesWayError as error:
+            self._requeue_lacking(record, error)
         except InterruptedRunError as error:
             self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
         except ReplayError as error:
@@ -522,6 +527,20 @@ class RunScheduler:
     def _autonomous_marker(self, run_id: str) -> Path:
         """Returns the marker file of a run whose devices go on autonomously."""
         return self._context.directory.runs / run_id / "autonomous"
+
+    def _requeue_lacking(self, record: RunRecord, error: RunGivesWayError) -> None:
+        """Queues the active run, which lacks boards, behind the one that it gives way to."""
+        run_id, directory = record.run_id, self._context.directory
+        self._queue.pass_over(run_id, RunConfig.from_json(record.config))
+        if is_started(run_id, directory) and not can_resume_exactly(run_id, directory):
+            self._requeue_from_checkpoint(record, error)
+            return
+        with self._lock:
+            if self._current is not None and self._current.stop_reason is not None:
+                self._record_end(run_id, RunStatus.INTERRUPTED, str(error))
+            else:
+                self._set_status(run_id, RunStatus.QUEUED, str(error))
+            self._current = None
 
     def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
         """Queues the active run in another incarnation; one that is to be stopped ends here."""
@@ -701,6 +720,7 @@ class RunScheduler:
             if reason:
                 is_needed = components.config.strategy.name == SCALES_ANALYSIS
                 context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed)
+                self._give_way(components, fleet, reason)
             else:
                 context.idle_runs.remove(run_id)
 
@@ -728,6 +748,19 @@ class RunScheduler:
         if self._stop_event.is_set():
             fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
         return fleet
+
+    def _give_way(self, components: RunComponents, fleet: LiveFleet, reason: str) -> None:
+        """Lets a run that has long lacked boards give way to a queued one that can begin.
+
+        Autonomous devices train without the coordinator, so that such a run never lacks them; one that waits for a
+        limited time keeps its place.
+        """
+        is_kept = components.strategy.is_autonomous or components.config.devices.wait_s is not None
+        if is_kept or fleet.compute_lack_s() < GIVE_WAY_AFTER_S:
+            return
+        successor = self._queue.find_successor()
+        if successor is not None:
+            fleet.post(RunGivesWayError(f"gives way to run {successor.run_id}: {reason}"))
 
     def _make_run_spec(
         self, components: RunComponents, start: RunStart, wal: WalJournal, split_run: SplitRun | None

@@ -32,6 +32,8 @@ PAUSED, WAITING, COMPILING = "paused", "waiting", "compiling"
 COMPILING_REASON = "its task is compiled for boards without torch, which may take minutes"
 RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
 """Event kinds; both are written once the store is writable again, each with its own time."""
+GIVE_WAY_AFTER_S = 60.0
+"""A run that has lacked boards for so long gives way to a queued one whose boards are there."""
 _BUSY_WITH = {WAITING: "waits for boards", COMPILING: "compiles its task"}
 MIN_FREE_BYTES = 512 * 1024
 """Minimum free space to try a run again."""
@@ -72,6 +74,8 @@ class IdleRuns:
         reason = f"it comes after run {waiting}, which {_BUSY_WITH[states[waiting][0]]}"
         if waiting in self._needed_ids:
             return {**row, "reason": f"{reason} and finds means and scales of their data"}
+        if states[waiting][0] == WAITING:
+            reason = f"{reason}, and before it after {GIVE_WAY_AFTER_S:.0f} s of that if its own boards are there"
         return {**row, "reason": f"{reason}; to begin now: edgefl run stop {waiting}"}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from noted_calls import NotedCalls
-from small_fleet import add_run, eventually
+from small_fleet import add_run, eventually, status
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.headers import RunIncarnations
@@ -26,14 +26,14 @@ from edgefl.coordinator.execution.replay import JournalReplay
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs import compilation, stalls
+from edgefl.coordinator.runs import compilation, scheduler, stalls
 from edgefl.coordinator.runs.checkpointing import PRIVACY_FILE, open_spend_recorder
 from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
-from edgefl.core.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
+from edgefl.core.types import Decision, DeviceInfo, Json, Progress, Update, UpdateMetrics
 from edgefl.engine.assembly.build import build_run
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.fleet_state import FleetState
@@ -123,9 +123,10 @@ def left_behind(
     *entries: TurnStarted,
     reason: str | None = None,
     strategy: str = "fedavg",
+    more: Json | None = None,
 ) -> str:
     """A run as an earlier coordinator left it, with what its journal has."""
-    config = parse_run({**CONFIG, "strategy": {"name": strategy}}).to_json()
+    config = parse_run({**CONFIG, "strategy": {"name": strategy}, **(more or {})}).to_json()
     store, directory = worker._context.store, worker._context.directory
     run_id = f"r{len(store.list_runs())}"
     add_run(store, run_id, config=config)
@@ -348,8 +349,9 @@ def as_a_newer_edgefl_left_it(folder: Path, fate: str) -> dict[Path, bytes]:
 @pytest.mark.parametrize("fate", ["a header", "a record"])
 @with_parts
 def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_on(
-    store: Store, worker: RunScheduler, fate: str
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
+    monkeypatch.setattr(scheduler, "GIVE_WAY_AFTER_S", 0.1)
     fatal: list[Exception] = []
     worker._on_fatal = fatal.append
     running, queued, stopping = (
@@ -360,6 +362,8 @@ def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_o
     other = left_behind(worker, RunStatus.RUNNING, TURN)
     worker.recover()
     worker.start()
+    eventually(lambda: worker.is_active(other))
+    eventually(lambda: store.get_run(queued).status is not RunStatus.QUEUED)
     eventually(lambda: worker.is_active(other))
     worker.stop()
     for run_id in (running, queued):
@@ -510,6 +514,74 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_i
     worker.stop()
     assert (store.get_run(run_id).status, store.get_run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
     assert told in caplog.text
+
+
+def add_boards(worker: RunScheduler, **groups: tuple[str, ...]) -> None:
+    """Adds boards with a shard of digits; none has said that it is there."""
+    worker._context.registry.record_broker_link(connected=True)
+    for node_id, (name, of_board) in enumerate(groups.items(), 1):
+        worker._context.registry.add(
+            name, node_id=node_id, role="trainer", groups=of_board, examples={"digits": 5}, facts=None
+        )
+
+
+FARM = {"devices": {"groups": ["farm"]}}
+
+
+@with_parts
+@pytest.mark.parametrize(
+    ("turns", "stop_reason", "after"),
+    [((), None, RunStatus.QUEUED), ((TURN,), None, RunStatus.QUEUED), ((TURN,), "enough", RunStatus.STOPPED)],
+    ids=["not begun", "begun", "to be stopped"],
+)
+def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_goes_on_behind_it(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch, turns: tuple[TurnStarted, ...],
+    stop_reason: str | None, after: RunStatus,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(scheduler, "GIVE_WAY_AFTER_S", 0.1)
+    add_boards(worker, pi=(), barn=("farm",))
+    registry = worker._context.registry
+    first = left_behind(worker, RunStatus.QUEUED, *turns, more=FARM)
+    patient = left_behind(worker, RunStatus.QUEUED, more={"devices": {"min": 2}})
+    worker.start()
+    eventually(lambda: list_states(worker)[first] == "waiting")
+    assert worker._current is not None
+    worker._current.stop_reason = stop_reason  # a request that its fleet does not know yet
+    registry.record_status("pi", status())
+    second = left_behind(worker, RunStatus.QUEUED)
+    eventually(lambda: store.get_run(second).status is RunStatus.RUNNING and has_fleet(worker))
+    states = {run_id: store.get_run(run_id).status for run_id in (first, patient)}
+    assert states == {first: after, patient: RunStatus.QUEUED}
+    if after is RunStatus.QUEUED:
+        waited = "waiting for a board with a shard for digits"
+        assert str(store.get_run(first).reason).startswith(f"gives way to run {second}: {waited}")
+        registry.record_status("barn", status())
+        worker.stop_run(second, "enough")
+        eventually(lambda: store.get_run(first).status is RunStatus.RUNNING and has_fleet(worker))
+        assert store.get_run(first).resumes == 0
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("lack_s", "wait_s", "is_autonomous", "gives_way"),
+    [(60.0, None, False, True), (59.0, None, False, False), (60.0, 600.0, False, False), (60.0, None, True, False)],
+)
+def test_a_run_keeps_its_place_that_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
+    worker: RunScheduler, lack_s: float, wait_s: float | None, is_autonomous: bool, gives_way: bool
+) -> None:
+    add_boards(worker, pi=())
+    worker._context.registry.record_status("pi", status())
+    posted: list[object] = []
+    fleet: Any = SimpleNamespace(compute_lack_s=lambda: lack_s, post=posted.append)
+    components: Any = SimpleNamespace(
+        strategy=SimpleNamespace(is_autonomous=is_autonomous),
+        config=parse_run({**CONFIG, "devices": {"wait_s": wait_s}}),
+    )
+    worker._give_way(components, fleet, "waiting")
+    assert not posted, "there is none to give way to"
+    left_behind(worker, RunStatus.QUEUED)
+    worker._give_way(components, fleet, "waiting")
+    assert bool(posted) is gives_way
 
 
 class Hindered:
