@@ -84,16 +84,16 @@ def parse_message(content: bytes, *, should_keep_nul: bool = False) -> Any:
     return _sanitise(value, "" if not should_keep_nul else "\0") if b"\\u" in content else value
 
 
-def parse_toml(content: str | bytes) -> dict[str, Any]:
+def parse_toml(content: str | bytes, *, max_chars: int = MAX_TOML_CHARS) -> dict[str, Any]:
     """Returns the table in a TOML text.
 
     Raises:
-        ValueError: not TOML, not UTF-8, larger than `MAX_TOML_CHARS`, nested deeper than `MAX_NESTING`, or with an
+        ValueError: not TOML, not UTF-8, larger than `max_chars`, nested deeper than `MAX_NESTING`, or with an
             integer beyond 64 bits, which TOML does not have.
     """
     text = content if isinstance(content, str) else content.decode()
-    if len(text) > MAX_TOML_CHARS:
-        raise ValueError(f"it has {len(text)} characters, at most {MAX_TOML_CHARS} are read")
+    if len(text) > max_chars:
+        raise ValueError(f"it has {len(text)} characters, at most {max_chars} are read")
     # The parser is quadratic in a key's length. Most texts have too few dots for such a key.
     if text.count(".") >= MAX_NESTING and _NESTED_TOML_KEY.search(text):
         raise _make_nesting_error()

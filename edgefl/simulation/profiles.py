@@ -33,6 +33,8 @@ Absences = tuple[tuple[float, float], ...]
 BUILT_IN_FILE = "profiles.toml"
 SOURCE_KINDS = ("measured", "vendor", "estimated")
 MAX_JITTER = 2.0
+MAX_PROFILE_CHARS = 32 * 1024 * 1024
+"""Of a profile file: a hundred boards that are seen every half hour of a month have 5 million."""
 """As of `simulation.jitter`: beyond it the times of iterations would overflow."""
 
 
@@ -399,7 +401,7 @@ def _require_table(value: object, location: str) -> Mapping[str, Any]:
 
 def _load_table(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), max_chars=MAX_PROFILE_CHARS)
     except OSError as error:
         raise ConfigError(f"profile file {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.safe_parsing import MAX_TOML_CHARS
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
 from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults
 from edgefl.simulation.profiles import (
+    MAX_PROFILE_CHARS,
     DeviceProfile,
     IterationCost,
     IterationTimes,
@@ -185,6 +187,14 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[profile")
     with pytest.raises(ConfigError, match="is not TOML"):
         load_catalogue([tmp_path / "broken.toml"])
+
+
+def test_a_file_of_long_traces_is_read_up_to_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text("#" * (MAX_TOML_CHARS + 1))
+    load_catalogue([tmp_path / "long.toml"])
+    (tmp_path / "long.toml").write_text("#" * (MAX_PROFILE_CHARS + 1))
+    with pytest.raises(ConfigError, match=f"characters, at most {MAX_PROFILE_CHARS} are read"):
+        load_catalogue([tmp_path / "long.toml"])
 
 
 def workload(iteration_s: float | None = None, task: str = "digits", **options: Any) -> Workload:

@@ -207,7 +207,7 @@ def test_of_the_runs_that_wait_the_highest_priority_and_then_the_oldest_begins(s
             submitted_at=float(number), priority=priority,
         )  # fmt: skip
     assert [record.run_id for record in store.list_queued_runs()] == ["r3", "r4", "r", "r2", "r5"]
-    assert store.get_next_queued_run() == store.get_run("r3")
+    assert store.list_queued_runs()[0] == store.get_run("r3")
 
 
 def test_a_run_that_is_queued_again_counts_that_and_has_no_end(store: Store) -> None:

@@ -60,14 +60,14 @@ class RunQueue:
             scales_run = find_scales_run(config, self._store) if should_find_scales(config) else None
             if scales_run is not None and not self._store.get_run(scales_run).status.is_final:
                 return False  # it begins with what that run finds
-            has_begun = is_started(record.run_id, self._directory)
+            has_started = is_started(record.run_id, self._directory)
         except (ConfigError, NotFoundError, StoreTooNewError):
             return True  # it ends with its reason
         boards, devices = self._find_boards(record.run_id, config), config.devices
         if boards <= self._gave_way.get(record.run_id, frozenset()):
             return False
         required = devices.require if isinstance(devices.require, int) else 1
-        return len(boards) >= (1 if has_begun else max(devices.min, required))
+        return len(boards) >= (1 if has_started else max(devices.min, required))
 
     def _find_boards(self, run_id: str, config: RunConfig) -> frozenset[str]:
         """Returns the ids of the trainers that a run selects and that could be given work now."""

@@ -115,11 +115,6 @@ class RunRepository(Repository):
         )
         return [_to_run_record(row) for row in self.database.read_rows(query)]
 
-    def get_next_queued_run(self) -> RunRecord | None:
-        """Returns the queued run that starts next, if any."""
-        queued_runs = self.list_queued_runs()
-        return queued_runs[0] if queued_runs else None
-
     def requeue_run(self, run_id: str) -> None:
         """Queues an ended run again, and counts that.
 
