@@ -1,18 +1,25 @@
 """A task: what is where in a picture? A network without anchors; it says in each cell whether a centre lies there."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from boxes import CELL, GRID, HEAT, LABELS, SIDE, Array
-from torch import nn
 
 from edgefl.core.types import Dataset, Task
 from edgefl.tasks.learners.torch_learner import TorchModel
 
+if TYPE_CHECKING:
+    import torch
+
 NUM_MAPS = len(LABELS) + 4
 
 
-def build_network() -> nn.Module:
+def build_network() -> torch.nn.Module:
     """Returns a module from [n, 1, 32, 32] to maps [n, 6, 8, 8]: logits of centres, then sizes and places."""
+    from torch import nn  # noqa: PLC0415 here, since boards may train a compiled form of it without torch
+
     head = nn.Conv2d(32, NUM_MAPS, 1)
     nn.init.constant_(head.bias[HEAT], -2.0)  # most cells are empty
     sizes = (1, 16, 2), (16, 32, 2), (32, 32, 1), (32, 32, 1)
@@ -30,6 +37,8 @@ class Detector(Task):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Focal loss of the centres and distance of sizes and places there (Zhou et al., Objects as Points, 2019)."""
+        import torch  # noqa: PLC0415 likewise
+
         heat, wanted = torch.sigmoid(outputs[:, HEAT]).clamp(1e-4, 1 - 1e-4), targets[:, HEAT]
         near = (1 - wanted) ** 4 * heat**2 * torch.log(1 - heat)
         centres = torch.where(wanted == 1, (1 - heat) ** 2 * torch.log(heat), near).sum((1, 2, 3))
