@@ -86,9 +86,17 @@ class Work:
 
 
 def _work(
-    title: str, name: str, rounds: int, limit_mb: int, *, backend: str = "auto", **tables: Mapping[str, Any]
+    title: str,
+    name: str,
+    rounds: int,
+    limit_mb: int,
+    *,
+    backend: str = "auto",
+    micro_batch_size: int | None = None,
+    **tables: Mapping[str, Any],
 ) -> Work:
     run = {"task": name, "rounds": rounds, "evaluate_on": "none", "backend": backend}
+    run |= {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
     return Work(title=title, tables={"run": run, "devices": {"min": 1}, **tables}, limit_mb=limit_mb)
 
 
@@ -103,6 +111,13 @@ WORKS = (
             strategy={"name": "fedavg", **STEPS, "batch_size": size},
         )
         for size, limit_mb in ((10, 100), (32, 120))
+    ),
+    *(
+        _work(
+            f"the same, {size} in parts of {part}", "mnist", 20, limit_mb, backend="onnx", micro_batch_size=part,
+            task={"model": "cnn"}, strategy={"name": "fedavg", **STEPS, "batch_size": size},
+        )
+        for size, part, limit_mb in ((10, 5, 100), (32, 8, 120), (32, 2, 120))
     ),
     _work("MNIST CNN, torch", "mnist", 20, 330, task={"model": "cnn"}, strategy={"name": "fedavg", **STEPS}),
 )  # fmt: skip

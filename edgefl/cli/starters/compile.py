@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli.output import SHORT_HASH_DIGITS, echo, print_json, print_rows, text_format_option
-from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -25,13 +25,22 @@ COLUMNS = ("output", "worst_error", "median_error", "error_of_torch")
 @click.argument("name")
 @click.option("-o", "--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the task; repeat.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Fixed in the file.")
+@click.option("--adapt", type=EXISTING_FILE_TYPE, help="Run file whose [adapt] says which tensors stay as they are.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="A shard, to check gradients on as well.")
 @click.option("--out", type=FOLDER_TYPE, required=True, help="Folder to write the file into.")
 @click.option("--no-cache", is_flag=True, help="Compile although the same was compiled before.")
 @allow_module_option
 @text_format_option
 def command(  # noqa: PLR0913 one argument an option
-    *, name: str, options: tuple[str, ...], batch_size: int, data: Path | None, out: Path, no_cache: bool, style: str
+    *,
+    name: str,
+    options: tuple[str, ...],
+    batch_size: int,
+    adapt: Path | None,
+    data: Path | None,
+    out: Path,
+    no_cache: bool,
+    style: str,
 ) -> None:
     """Compile a torch task into a file that boards train from without torch.
 
@@ -43,13 +52,13 @@ def command(  # noqa: PLR0913 one argument an option
 
     settings, since_s = _parse_options(options), time.time()
     task = make_task(name, settings)
+    asked: Json = {"name": name, "options": settings, "batch_size": batch_size}
+    if adapt is not None:
+        asked["constant"] = _list_constant(task, adapt)
     if data is None and not no_cache:
-        entry, is_cached = _find_or_compile(task, name, settings, batch_size, since_s)
+        entry, is_cached = _find_or_compile(task, since_s, asked)
     else:
-        entry, is_cached = (
-            _compile(task, name, settings, batch_size, None if data is None else _read(task, data)),
-            False,
-        )
+        entry, is_cached = _compile(task, asked, None if data is None else _read(task, data)), False
     path = _write(entry.content, name, out)
     report = _make_json(path, entry, is_cached=is_cached)
     if style == "json":
@@ -75,6 +84,14 @@ def _parse_options(texts: tuple[str, ...]) -> dict[str, Scalar]:
     return options
 
 
+def _list_constant(task: Task, path: Path) -> frozenset[str]:
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+    from edgefl.tasks.adaptation.parts import select_parts  # noqa: PLC0415 likewise
+
+    section = load_run(path).adapt
+    return select_parts(section, task.shapes()).constant_names if section.is_used else frozenset()
+
+
 def _read(task: Task, path: Path) -> Dataset:
     from edgefl.tasks.losses.registry import check_data  # noqa: PLC0415 fast start
 
@@ -83,25 +100,21 @@ def _read(task: Task, path: Path) -> Dataset:
     return data
 
 
-def _find_or_compile(
-    task: Task, name: str, options: dict[str, Scalar], batch_size: int, since_s: float
-) -> tuple[CacheEntry, bool]:
+def _find_or_compile(task: Task, since_s: float, asked: Json) -> tuple[CacheEntry, bool]:
     from edgefl.tasks.compiler.cache import CompileCache, find_or_compile  # noqa: PLC0415 fast start
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgefl" / "compiled"
-    return find_or_compile(
-        CompileCache(folder), task, name=name, options=options, batch_size=batch_size, since_s=since_s
-    )
+    return find_or_compile(CompileCache(folder), task, since_s=since_s, **asked)
 
 
-def _compile(task: Task, name: str, options: dict[str, Scalar], batch_size: int, data: Dataset | None) -> CacheEntry:
+def _compile(task: Task, asked: Json, data: Dataset | None) -> CacheEntry:
     from edgefl.tasks.compiled.artefact import encode_artefact  # noqa: PLC0415 fast start
     from edgefl.tasks.compiler.cache import CacheEntry, import_packages  # noqa: PLC0415 likewise
 
     import_packages()
     from edgefl.tasks.compiler.compilation import compile_task  # noqa: PLC0415 it imports these
 
-    compiled, report = compile_task(task, name=name, options=options, batch_size=batch_size, data=data)
+    compiled, report = compile_task(task, data=data, **asked)
     return CacheEntry(content=encode_artefact(compiled), report=asdict(report))
 
 

@@ -92,6 +92,7 @@ class Compiler:
             "task": run.config.run.task,
             "options": dict(run.config.task),
             "batch_size": choose_batch_size(run.strategy, run.config),
+            "constant": [] if run.adapted is None else sorted(run.adapted.task.parts.constant_names),
             "folder": str(self.bases),
             "cache": str(self.cache),
             "since_s": time.time(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from edgefl.core.types import Json, Strategy, Task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.strategy import get_batch_size
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue, compute_digest
-from edgefl.tasks.compiled.artefact import MAX_BATCH_SIZE
-from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
+from edgefl.tasks.adaptation.parts import select_parts
+from edgefl.tasks.compiled.board.graph_check import check_constant, check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.registry import is_torch_task, list_numpy_models
 
@@ -35,24 +36,33 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         DataError: it is damaged, or asks for something that a board does not run.
         TaskError: it is of another task, or of another model.
     """
-    backend, named = config.run.backend, config.run.compiled
+    backend, named, micro_batch = config.run.backend, config.run.compiled, config.run.micro_batch_size
     if backend == "numpy" and is_torch_task(task):
         models = list_numpy_models(config.run.task)
         hint = f"take another model ({', '.join(models)})" if models else "take another task"
         raise ConfigError(f"run.backend = 'numpy', and the model of task {config.run.task} needs torch: {hint}")
+    if backend in ("torch", "numpy") or not is_torch_task(task) or config.split.after is not None:
+        for key, value in (("compiled", named), ("micro_batch_size", micro_batch)):
+            if value is not None:
+                raise ConfigError(
+                    f"run.{key} = {value!r} means nothing with backend = {backend!r}, with a model that needs no "
+                    "torch, or with split.after; leave it out"
+                )
     if named is None:
         return {}
-    if backend in ("torch", "numpy") or not is_torch_task(task) or config.split.after is not None:
-        raise ConfigError(
-            f"run.compiled = {named!r} means nothing with backend = {backend!r}, with a model that needs no torch, "
-            "or with split.after; leave it out"
-        )
     if bases is None:
         raise ConfigError(f"run.compiled = {named!r}: only a coordinator has compiled tasks; leave it out")
     path = BaseCatalogue(bases).find(named)
     compiled = load_compiled_task(path)
     check_origin(compiled.manifest, config.run.task, config.task)
+    if micro_batch is not None and compiled.manifest.batch_size > micro_batch:
+        raise ConfigError(
+            f"run.micro_batch_size is {micro_batch}, and the compiled task computes {compiled.manifest.batch_size} "
+            f"examples at once; compile it with --batch-size {micro_batch}"
+        )
     check_model(compiled.manifest, task.shapes(), task.name)
+    parts = select_parts(config.adapt, task.shapes()) if config.adapt.is_used else None
+    check_constant(compiled.manifest, parts.constant_names if parts else ())
     plan = CompiledPlan(compute_digest(path), path.stat().st_size, is_for_all=backend == "onnx")
     return {COMPILED_KEY: plan.to_json()}
 
@@ -69,5 +79,7 @@ def can_be_compiled(run: RunComponents) -> bool:
 
 
 def choose_batch_size(strategy: Strategy[Any], config: RunConfig) -> int:
-    """Returns the batch size to compile for: that of the run's plan."""
-    return max(1, min(get_batch_size(strategy, config), MAX_COMPILED_BATCH, MAX_BATCH_SIZE))
+    """Returns the batch size to compile for: that of the run's plan, or of the equal parts of such a batch."""
+    size = max(1, get_batch_size(strategy, config))
+    num_parts = math.ceil(size / min(MAX_COMPILED_BATCH, config.run.micro_batch_size or MAX_COMPILED_BATCH))
+    return math.ceil(size / num_parts)

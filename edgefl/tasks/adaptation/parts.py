@@ -69,6 +69,11 @@ class ModelParts:
         return frozenset(spec.name for spec in self.frozen)
 
     @property
+    def constant_names(self) -> frozenset[str]:
+        """The names of the frozen tensors that no adapter is added to: they stay as they are."""
+        return self.frozen_names - {adapter.target.name for adapter in self.adapters}
+
+    @property
     def base_names(self) -> list[str]:
         """The names of what a device gets once: frozen tensors, and local ones as they are at first."""
         local = (spec for spec in self.trained if not spec.shared)

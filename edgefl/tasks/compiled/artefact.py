@@ -75,6 +75,7 @@ class CompiledManifest:
             the inputs'.
         loss: by name, with its settings.
         noise: shapes of the random numbers, batch included.
+        constant: names of tensors that stay as they are, sorted: they have no gradient and no new values.
         versions: of torch, onnx and edgefl, that compiled it.
         operators: that the graphs have, sorted.
         source: SHA-256 of what was compiled: source, options and versions.
@@ -93,6 +94,7 @@ class CompiledManifest:
     target_dtype: str
     loss: str
     noise: tuple[tuple[int, ...], ...] = ()
+    constant: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     operators: tuple[str, ...]
     source: str
@@ -116,6 +118,7 @@ class CompiledManifest:
             "targets": {"shape": list(self.target_shape), "dtype": self.target_dtype},
             "loss": self.loss,
             "noise": [list(shape) for shape in self.noise],
+            **({"constant": list(self.constant)} if self.constant else {}),
             "versions": dict(self.versions),
             "operators": list(self.operators),
             "source": self.source,
@@ -139,10 +142,11 @@ class CompiledManifest:
         source = table.get("source")
         if not isinstance(source, str) or not SHA256.match(source):
             raise _make_error(f"source must be a SHA-256, got {source!r:.80}")
+        model = _parse_model(table.get("model"))
         return cls(
             task=_check_text(table.get("task"), "task"),
             options=_parse_options(table.get("options")),
-            model=_parse_model(table.get("model")),
+            model=model,
             batch_size=_check_number(table.get("batch_size"), "batch_size", 1, MAX_BATCH_SIZE),
             input_shape=_parse_shape(inputs.get("shape"), "inputs"),
             output_shape=_parse_shape(table.get("outputs"), "outputs"),
@@ -150,6 +154,7 @@ class CompiledManifest:
             target_dtype=_check_choice(targets.get("dtype"), TENSOR_TYPES, "targets' dtype"),
             loss=_check_text(table.get("loss"), "loss"),
             noise=tuple(_parse_shape(shape, "noise") for shape in _check_list(table.get("noise"), "noise")),
+            constant=_parse_constant(table.get("constant", []), model),
             versions={
                 _check_text(name, "versions"): _check_text(version, "versions")
                 for name, version in _check_table(table.get("versions"), "versions").items()
@@ -246,6 +251,13 @@ def _parse_options(value: object) -> dict[str, Scalar]:
     if wrong := [name for name, option in table.items() if not isinstance(option, str | int | float | list)]:
         raise _make_error(f"option {wrong[0]!a:.100} must be a text, a number, true, false, or a list")
     return table
+
+
+def _parse_constant(value: object, model: ModelSpec) -> tuple[str, ...]:
+    names = [_check_text(name, "constant") for name in _check_list(value, "constant")]
+    if unknown := {*names} - {spec.name for spec in model}:
+        raise _make_error(f"constant names {min(unknown)!a:.100}, which is no tensor of its model")
+    return tuple(names)
 
 
 def _parse_operators(value: object) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,15 @@ class CompileCache:
         return list(self.folder.glob(f"{stem}{SUFFIX}"))
 
 
-def find_or_compile(
-    cache: CompileCache, task: Task, *, name: str, options: Mapping[str, Scalar], batch_size: int, since_s: float
+def find_or_compile(  # noqa: PLR0913 all but two by name
+    cache: CompileCache,
+    task: Task,
+    *,
+    name: str,
+    options: Mapping[str, Scalar],
+    batch_size: int,
+    since_s: float,
+    constant: Collection[str] = (),
 ) -> tuple[CacheEntry, bool]:
     """Returns a task as an artefact with its report, and whether an earlier compilation made it.
 
@@ -139,13 +146,13 @@ def find_or_compile(
     Raises:
         TaskError, DataError: as `compile_task`; or torch, onnx, onnxscript or onnxruntime is missing.
     """
-    key = compute_key(name=name, options=options, batch_size=batch_size)
+    key = compute_key(name=name, options=options, batch_size=batch_size, constant=constant)
     if (found := cache.find(key)) is not None:
         return found, True
     import_packages()
     from edgefl.tasks.compiler.compilation import compile_task  # noqa: PLC0415 it imports these
 
-    compiled, report = compile_task(task, name=name, options=options, batch_size=batch_size)
+    compiled, report = compile_task(task, name=name, options=options, batch_size=batch_size, constant=constant)
     entry = CacheEntry(content=encode_artefact(compiled), report=asdict(report))
     try:
         cache.add(key, task, entry, since_s=since_s, names=(name, *options.values()))
@@ -166,7 +173,7 @@ def import_packages() -> None:
     import_extra("onnxruntime", "a compiled task is checked with onnxruntime")
 
 
-def compute_key(*, name: str, options: Mapping[str, Scalar], batch_size: int) -> str:
+def compute_key(*, name: str, options: Mapping[str, Scalar], batch_size: int, constant: Collection[str] = ()) -> str:
     """Returns the key of a compilation: all that it depends on besides the sources of imported modules.
 
     An option that names a file counts with the file's size and time of change. The optimiser is no part of a graph.
@@ -177,6 +184,7 @@ def compute_key(*, name: str, options: Mapping[str, Scalar], batch_size: int) ->
         "options": dict(options),
         "files": files,
         "batch_size": batch_size,
+        "constant": sorted(constant),
         "edgefl": __version__,
         "python": platform.python_version(),
         "packages": {package: _get_version(package) for package in COMPILING_PACKAGES},

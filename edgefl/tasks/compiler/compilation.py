@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +67,7 @@ def compile_task(
     options: Mapping[str, Scalar] | None = None,
     batch_size: int = 16,
     data: Dataset | None = None,
+    constant: Collection[str] = (),
 ) -> tuple[CompiledTask, CompileReport]:
     """Returns a task as ONNX graphs, after the check of its gradients.
 
@@ -76,6 +77,8 @@ def compile_task(
         options: of the task, likewise.
         batch_size: fixed for both graphs.
         data: real examples to check on besides random ones.
+        constant: names of tensors that stay as they are: they get no gradient, and layers of nothing else work as in
+            an evaluation.
 
     Raises:
         TaskError: it cannot be compiled, or the graph does not compute what torch does.
@@ -86,7 +89,7 @@ def compile_task(
     rng = derive_rng(SEED, "compile", name)
     first = source.make_random(rng)
     outputs = source.compute_output_shape(first[INPUTS])
-    state, step = get_state(learner.module), make_step(learner.module, learner.loss, first[INPUTS])
+    state, step = get_state(learner.module), make_step(learner.module, learner.loss, first[INPUTS], constant)
     with name_layers(step.module, first[INPUTS]):
         train, evaluate = _export(step, state, {**first, **draw_noise(step.noise, rng)})
     batches = _draw_batches(source, step, rng)
@@ -104,9 +107,10 @@ def compile_task(
         target_dtype=str(first[TARGETS].dtype),
         loss=format_loss(learner.loss),
         noise=step.noise,
+        constant=tuple(sorted(constant)),
         versions=_list_versions(),
         operators=tuple(sorted({*list_operators(train), *list_operators(evaluate)})),
-        source=_hash_source(task, learner, options, batch_size),
+        source=_hash_source(task, learner, options, batch_size, step.constant),
         check={**check.worst, **errors},
         flops=estimate_flops(train),
         peak_bytes=estimate_peak_bytes(train),
@@ -114,7 +118,11 @@ def compile_task(
     report = CompileReport(
         check=replace(check, worst={**check.worst, **errors}, median={**check.median, **errors}),
         num_nodes=len(train.graph.node),
-        parameters=sum(value.size for name, value in state.items() if name.startswith(PARAMETER)),
+        parameters=sum(
+            value.size
+            for name, value in state.items()
+            if name.startswith(PARAMETER) and name.removeprefix(PARAMETER) not in step.constant
+        ),
     )
     compiled = CompiledTask(train=content, evaluate=evaluation, manifest=manifest)
     check_compiled_task(compiled)  # as a board does
@@ -214,7 +222,13 @@ def _takes_one_input(learner: TorchLearner) -> bool:
     return True
 
 
-def _hash_source(task: Task, learner: TorchLearner, options: Mapping[str, Scalar] | None, batch_size: int) -> str:
+def _hash_source(
+    task: Task,
+    learner: TorchLearner,
+    options: Mapping[str, Scalar] | None,
+    batch_size: int,
+    constant: Collection[str],
+) -> str:
     """Returns the SHA-256 of the sources of the task and of its network's classes, of options and of versions."""
     classes = {type(task), type(learner.loss), *(type(layer) for layer in learner.module.modules())}
     files = {inspect.getmodule(found) for found in classes}
@@ -225,5 +239,11 @@ def _hash_source(task: Task, learner: TorchLearner, options: Mapping[str, Scalar
         for file in [getattr(module, "__file__", None)]
         if file and Path(file).is_file()
     )
-    value = {"sources": texts, "options": dict(options or {}), "batch_size": batch_size, "versions": _list_versions()}
+    value = {
+        "sources": texts,
+        "options": dict(options or {}),
+        "batch_size": batch_size,
+        "constant": sorted(constant),
+        "versions": _list_versions(),
+    }
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -30,6 +30,7 @@ def compile_for_run(request: Json) -> Json:
         options=options,
         batch_size=request["batch_size"],
         since_s=request["since_s"],
+        constant=request["constant"],
     )
     sha256 = compute_sha256(entry.content)
     write_atomic(Path(request["folder"]) / f"{sha256}{BASE_SUFFIX}", entry.content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from edgefl.tasks.compiled.artefact import (
     WEIGHTS,
 )
 from edgefl.tasks.compiler.substitutes import list_noise_shapes, use_noise, use_pure_functions
-from edgefl.tasks.learners.torch_learner import list_saved_buffers
+from edgefl.tasks.learners.torch_learner import list_saved_buffers, list_still_layers
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
 
@@ -37,11 +37,15 @@ _SMALLEST_WEIGHT = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A network, its loss, and the shapes of the random numbers that a batch of the inputs draws."""
+    """A network, its loss, and the shapes of the random numbers that a batch of the inputs draws.
+
+    What is `constant`, by name, has neither a gradient nor new values.
+    """
 
     module: torch.nn.Module
     loss: Loss
     noise: tuple[tuple[int, ...], ...]
+    constant: frozenset[str] = frozenset()
 
     def train(self, tensors: Mapping[str, torch.Tensor], *, is_pure: bool = True) -> Tensors:
         """Returns `loss`, a `grad:` of each trained parameter, and a `new:` of each buffer.
@@ -50,8 +54,7 @@ class Step:
             tensors: by the names of the artefact's inputs, of one type of floating-point numbers.
             is_pure: in functions that a graph can have; else as torch itself computes.
         """
-        module = self.module.train()
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        module = _start_training(self.module, self.constant)
         parameters, first = _select(tensors, PARAMETER), _select(tensors, BUFFER)
         noise = [*_select(tensors, NOISE).values()]
 
@@ -61,9 +64,9 @@ class Step:
             with use_pure_functions(noise) if is_pure else use_noise(noise):
                 outputs = functional_call(module, state, (tensors[INPUTS],))
                 loss = self._compute_mean(outputs, tensors[TARGETS], tensors[WEIGHTS])
-            return loss, {name: state[name].detach() for name in first}
+            return loss, {name: state[name].detach() for name in first if name not in self.constant}
 
-        changing = {name: tensor for name, tensor in parameters.items() if name in trained}
+        changing = {name: tensor for name, tensor in parameters.items() if name not in self.constant}
         gradients, (loss, buffers) = grad_and_value(compute_loss, has_aux=True)(changing)
         return {
             LOSS: loss,
@@ -87,12 +90,12 @@ class Step:
         return (self._compute_losses(outputs, targets) * weights).sum() / total
 
 
-def make_step(module: torch.nn.Module, loss: Loss, inputs: Array) -> Step:
-    """Returns the step of a module on batches like `inputs`."""
+def make_step(module: torch.nn.Module, loss: Loss, inputs: Array, constant: Collection[str] = ()) -> Step:
+    """Returns the step of a module on batches like `inputs`; the tensors named `constant` stay as they are."""
     module = copy.deepcopy(module).cpu()
-    training = copy.deepcopy(module).train()
+    training = _start_training(copy.deepcopy(module), constant)
     noise = list_noise_shapes(lambda: training(torch.from_numpy(inputs)))
-    return Step(module=module, loss=loss, noise=noise)
+    return Step(module=module, loss=loss, noise=noise, constant=frozenset(constant))
 
 
 def get_state(module: torch.nn.Module) -> dict[str, Array]:
@@ -106,6 +109,13 @@ def to_torch(arrays: Mapping[str, Array], dtype: Any = torch.float32) -> Tensors
     """Returns arrays as tensors of their own; those of floating-point numbers get the type."""
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def _start_training(module: torch.nn.Module, constant: Collection[str]) -> torch.nn.Module:
+    module.train()
+    for layer in list_still_layers(module, constant):
+        layer.eval()
+    return module
 
 
 def _select(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:

@@ -194,11 +194,7 @@ class TorchLearner:
         self._gradients = {
             name: gradient for name, gradient in self._gradients.items() if name in needed or name not in frozen
         }
-        self._still_layers = [
-            layer
-            for name, layer in self._module.named_modules()
-            if _is_still(layer, f"{name}." if name else "", frozen - {*needed})
-        ]
+        self._still_layers = list_still_layers(self._module, frozen - {*needed})
 
     @property
     def module(self) -> torch.nn.Module:
@@ -381,6 +377,13 @@ def list_saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]
     """Returns the buffers that belong to a saved model; the others are caches that the module can rebuild."""
     saved = module.state_dict()
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def list_still_layers(module: torch.nn.Module, constant: Collection[str]) -> list[torch.nn.Module]:
+    """Returns the layers that work as in an evaluation where these tensors of a network stay as they are."""
+    if not constant:
+        return []
+    return [layer for name, layer in module.named_modules() if _is_still(layer, f"{name}." if name else "", constant)]
 
 
 def _is_batch_normalisation(layer: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,20 @@ def make_registry(**boards: list[str] | None) -> DeviceRegistry:
     return made
 
 
-def make_run(model: str = "cnn", **run: Any) -> RunComponents:
-    return build_run(
-        parse_run({"run": {"task": "mnist", **run}, "task": {"model": model}, "strategy": {"batch_size": 10}}), "r"
-    )
+def make_run(model: str = "cnn", adapt: Json | None = None, **run: Any) -> RunComponents:
+    tables = {"task": {"model": model}, "strategy": {"batch_size": 10}, "adapt": adapt or {}}
+    return build_run(parse_run({"run": {"task": "mnist", **run}, **tables}), "r")
 
 
 def compile_for(
-    run: RunComponents, registry: DeviceRegistry, store: Store, folder: Path, answer: Any, *, is_cached: bool = False
+    run: RunComponents,
+    registry: DeviceRegistry,
+    store: Store,
+    folder: Path,
+    answer: Any,
+    *,
+    is_cached: bool = False,
+    constant: Sequence[str] = (),
 ) -> RunConfig:
     """Returns the run file in the record after the compilation, which a stand-in answers."""
     store.add_run(
@@ -69,7 +75,8 @@ def compile_for(
 
     record = Compiler(folder, folder / "cache", registry, store, call=call).record_compiled(store.get_run("r"), run)
     assert store.get_run("r").config == record.config
-    assert all(request["batch_size"] == 10 and request["options"] == {"model": "cnn"} for request in asked)
+    expected = {"batch_size": 10, "options": {"model": "cnn"}, "constant": [*constant]}
+    assert all(expected.items() <= request.items() for request in asked)
     return RunConfig.from_json(record.config)
 
 
@@ -104,6 +111,22 @@ def test_a_board_that_the_run_cannot_choose_is_no_reason_to_compile() -> None:
     assert not should_compile(build_run(parse_run(needy), "r"), poor)
     registry.set_drained("b", drained=True)
     assert not should_compile(make_run(), registry)
+
+
+CONVOLUTIONS = [f"conv{layer}.{part}" for layer in (1, 2) for part in ("bias", "weight")]
+
+
+@pytest.mark.parametrize(
+    ("adapt", "constant"),
+    [
+        ({"method": "head"}, [*CONVOLUTIONS, "fc1.bias", "fc1.weight"]),
+        ({"method": "lora", "targets": ["fc1.*"], "shared": ["fc2.*"]}, [*CONVOLUTIONS, "fc1.bias"]),
+    ],
+)
+def test_what_a_run_freezes_is_compiled_to_stay(
+    store: Store, tmp_path: Path, adapt: Json, constant: list[str]
+) -> None:
+    compile_for(make_run(adapt=adapt), make_registry(b=SMALL), store, tmp_path, SHA256, constant=constant)
 
 
 def test_without_onnx_and_torch_at_the_coordinator_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from tasks.compiled.board.dense_graphs import MODEL, SEEN, change_graph, helper,
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError, NotFoundError, TaskError
 from edgefl.core.types import Task
-from edgefl.engine.assembly.compiled import make_compiled_header
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.compiled import choose_batch_size, make_compiled_header
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 from edgefl.tasks.compiled.artefact import encode_artefact
 from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.registry import make_task
 
 
 class Dense(Task):
@@ -48,7 +50,23 @@ def test_a_compiled_task_that_is_named_is_offered_by_its_hash(bases, backend, is
     assert make_compiled_header(Dense(SEEN), make_config(backend=backend), bases) == {}
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "compiled"),
+    [(32, None, 32), (32, 8, 8), (32, 12, 11), (10, 8, 5), (10, 64, 10), (1000, None, 500), (1000, 900, 500)],
+)
+def test_a_batch_is_compiled_in_equal_parts_that_fit_into_a_micro_batch(batch, micro_batch, compiled):
+    tables = {"run": {"task": "mnist", "micro_batch_size": micro_batch}, "strategy": {"batch_size": batch}}
+    run = build_run(parse_run(tables), "r")
+    assert choose_batch_size(run.strategy, run.config) == compiled
+
+
 def test_what_does_not_go_together_is_refused(bases, tmp_path):
+    for run, model in (({"backend": "torch"}, Dense(SEEN)), ({}, make_task("digits"))):
+        with pytest.raises(ConfigError, match=r"run.micro_batch_size = 2 means nothing with backend = "):
+            make_compiled_header(model, make_config(micro_batch_size=2, **run), bases)
+    with pytest.raises(ConfigError, match=r"micro_batch_size is 5, and the compiled task computes 6 examples at"):
+        make_compiled_header(Dense(SEEN), make_config(compiled="dense", micro_batch_size=5), bases)
+    assert make_compiled_header(Dense(SEEN), make_config(compiled="dense", micro_batch_size=6), bases)
     with pytest.raises(ConfigError, match=r"run.compiled = 'dense' means nothing with backend = 'torch'"):
         make_compiled_header(Dense(SEEN), make_config(backend="torch", compiled="dense"), bases)
     with pytest.raises(ConfigError, match=r"run.backend = 'numpy', and the model of task dense needs torch"):

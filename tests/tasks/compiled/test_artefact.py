@@ -40,6 +40,8 @@ def test_a_compiled_task_comes_back_as_it_was_and_equal_ones_have_one_name() -> 
         ({"options": {"model": None}}, "option 'model' must be a text"),
         ({"check": {"loss": "small"}}, "check of 'loss' must be a number"),
         ({"task": "a\nb"}, "task must be a text"),
+        ({"constant": ["no such"]}, "constant names 'no such', which is no tensor of its model"),
+        ({"constant": [3]}, "constant must be a text"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:

@@ -146,11 +146,12 @@ def test_the_key_is_that_of_name_options_batch_and_the_files_that_options_name(t
         key,
         compute_key(**{**wanted, "name": "cifar-10"}),
         compute_key(**{**wanted, "batch_size": 5}),
+        compute_key(**wanted, constant=["fc1.bias"]),
         compute_key(**{**wanted, "options": {"model": "mlp", "classes": str(classes)}}),
     }
     classes.write_text("dog")
     keys.add(compute_key(**wanted))
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 def test_a_version_of_a_compiling_package_is_part_of_the_key(monkeypatch):

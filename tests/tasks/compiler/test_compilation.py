@@ -21,6 +21,7 @@ from edgefl.tasks.compiler import onnx_files  # noqa: E402
 from edgefl.tasks.compiler.compilation import compile_task, format_loss  # noqa: E402
 from edgefl.tasks.compiler.gradient_check import MEDIAN_BOUND, GraphRunner  # noqa: E402
 from edgefl.tasks.compiler.recurrent import run_layer  # noqa: E402
+from edgefl.tasks.compiler.steps import make_step  # noqa: E402
 from edgefl.tasks.compiler.translations import registry  # noqa: E402
 from edgefl.tasks.learners.torch_learner import TorchLearner  # noqa: E402
 from edgefl.tasks.losses.class_losses import CrossEntropy  # noqa: E402
@@ -36,6 +37,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_dropout_of_a_layer_all_of_whose_tensors_stay_is_off_as_in_torch():
+    network = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8), torch.nn.Linear(4, 3))
+    names = [name for name, _ in network.named_parameters() if name.startswith("0.")]
+    draws = [make_step(network, CrossEntropy(), np.zeros((5, 4), np.float32), constant).noise for constant in
+             ((), names[1:], names)]  # fmt: skip
+    assert draws[0] == draws[1] != ()
+    assert draws[2] == ()
 
 
 @pytest.mark.extended

@@ -99,6 +99,29 @@ def check_origin(manifest: CompiledManifest, task: str, options: Mapping[str, Sc
         )
 
 
+def check_constant(manifest: CompiledManifest, names: Collection[str]) -> None:
+    """Checks that the tensors that stay as they are in a run may do so by a compiled task.
+
+    One that was compiled for these does what torch does. One that was compiled to change all tensors takes part where
+    no statistic of batches is to stay, which its graph changes.
+
+    Raises:
+        TaskError: it was compiled for others, or changes such a statistic.
+    """
+    if {*manifest.constant} == {*names}:
+        return
+    if manifest.constant:
+        other = min({*manifest.constant} ^ {*names})
+        does, asks = ("freezes", "trains") if other in manifest.constant else ("trains", "freezes")
+        raise TaskError(f"the compiled task {does} {other!r}, which the run {asks}; compile it for the run's [adapt]")
+    for spec in manifest.model:
+        if spec.name in names and spec.kind == TensorKind.BUFFER:
+            raise TaskError(
+                f"the compiled task changes {spec.name!r}, a statistic of batches that the run freezes; compile it "
+                "for the run's [adapt]"
+            )
+
+
 def _format_options(options: Mapping[str, Scalar]) -> str:
     return ", ".join(f"{name} = {value!r:.80}" for name, value in sorted(options.items())) or "no options"
 
@@ -118,13 +141,19 @@ def _list_inputs(manifest: CompiledManifest) -> dict[str, tuple[str, tuple[int, 
     }
 
 
+def _list_changing(manifest: CompiledManifest) -> ModelSpec:
+    constant = {*manifest.constant}
+    return tuple(spec for spec in manifest.model if spec.name not in constant)
+
+
 def _list_gradients(manifest: CompiledManifest) -> list[str]:
-    return [f"{GRADIENT}{spec.name}" for spec in manifest.model if spec.kind == TensorKind.PARAMETER]
+    return [f"{GRADIENT}{spec.name}" for spec in _list_changing(manifest) if spec.kind == TensorKind.PARAMETER]
 
 
 def _list_outputs(manifest: CompiledManifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     prefixes = {TensorKind.PARAMETER: GRADIENT, TensorKind.BUFFER: NEW}
-    tensors = {f"{prefixes[spec.kind]}{spec.name}": (str(spec.dtype), spec.shape) for spec in manifest.model}
+    changing = _list_changing(manifest)
+    tensors = {f"{prefixes[spec.kind]}{spec.name}": (str(spec.dtype), spec.shape) for spec in changing}
     return {LOSS: ("float32", ()), **tensors}
 
 

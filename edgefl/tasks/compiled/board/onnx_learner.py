@@ -29,6 +29,7 @@ from edgefl.tasks.compiled.artefact import (
     CompiledTask,
 )
 from edgefl.tasks.compiled.board.bound_graph import CPU, MAX_ARENA_BYTES, Arena, BoundGraph, make_session
+from edgefl.tasks.compiled.board.graph_check import check_constant
 from edgefl.tasks.compiled.board.pruned_graph import remove_outputs
 from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
@@ -100,14 +101,9 @@ class OnnxLearner(ArrayLearner):
         """Gives up the gradients of tensors that are not trained, except of those `needed` for something else.
 
         Raises:
-            TaskError: running statistics are among them: the graph was compiled to change them.
+            TaskError: the task was compiled for others, as of `check_constant`.
         """
-        still = [spec.name for spec in self._model if spec.name in names and not _is_parameter(spec)]
-        if still:
-            raise TaskError(
-                f"a compiled task cannot freeze {still[0]!r}, a statistic of batches that its graph changes; train "
-                "it with torch, or leave normalisations over the batch out of what is frozen"
-            )
+        check_constant(self._compiled.manifest, {*names} - {*needed})
         super().freeze(names, needed=needed)
         self._training = None
 
@@ -209,8 +205,12 @@ class OnnxLearner(ArrayLearner):
         return self._evaluation.run()[OUTPUTS]
 
     def _make_training(self) -> BoundGraph:
-        graph = self._compiled.train
-        if frozen := {f"{GRADIENT}{name}" for name in self._parameters if name not in self._gradients}:
+        graph, constant = self._compiled.train, {*self._compiled.manifest.constant}
+        if absent := constant & {*self._gradients}:
+            raise TaskError(
+                f"the compiled task freezes {min(absent)!r}, which is trained here; compile it for the run's [adapt]"
+            )
+        if frozen := {f"{GRADIENT}{name}" for name in {*self._parameters} - {*self._gradients} - constant}:
             graph = remove_outputs(graph, frozen)
         session = make_session(graph, self._threads, self._arena, self._provider)
         present = {output.name for output in session.get_outputs()}

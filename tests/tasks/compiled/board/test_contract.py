@@ -10,6 +10,7 @@ from edgefl.core.config import AdaptSection
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Dataset, Task, TrainConfig, derive_rng
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
+from edgefl.tasks.adaptation.parts import select_parts
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.local_algorithms.registry import BUILT_IN
 
@@ -50,14 +51,14 @@ def build_network(norm):
     )  # fmt: skip
 
 
-def make_both(norm):
+def make_both(norm, constant=()):
     """Returns the task with torch, and by its compiled form."""
     from edgefl.tasks.compiled.board.graph_check import check_compiled_task  # noqa: PLC0415 likewise
     from edgefl.tasks.compiled.board.graph_task import GraphTask  # noqa: PLC0415 likewise
     from edgefl.tasks.compiler.compilation import compile_task  # noqa: PLC0415 likewise
 
     task = SmallCnn(norm)
-    compiled, _ = compile_task(task, name="small", batch_size=BATCH_SIZE)
+    compiled, _ = compile_task(task, name="small", batch_size=BATCH_SIZE, constant=constant)
     check_compiled_task(compiled)
     return task, GraphTask(task, compiled)
 
@@ -135,7 +136,36 @@ def test_a_part_is_trained_as_with_torch(tasks_without_statistics, name):
     assert_equal(train_both(adapted, plan, make_examples()))
 
 
-def test_statistics_that_are_to_stay_are_refused_since_the_graph_changes_them(tasks):
-    adapted = AdaptedTask(tasks[1], PARTS["head"], tasks[0].init(3))
-    with pytest.raises(TaskError, match=r"cannot freeze '1.running_mean', a statistic of batches"):
-        adapted.learner()
+FROZEN = {
+    "head": AdaptSection(method="head"),
+    "lora": AdaptSection(method="lora", targets=("4.weight",), rank=2),
+    "statistics": AdaptSection(frozen=("1.running*", "1.num*")),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_statistics_stay_and_their_layers_work_as_in_an_evaluation_as_with_torch(name):
+    parts = select_parts(FROZEN[name], SmallCnn().shapes())
+    assert "1.running_mean" in parts.constant_names
+    pair = make_both("BatchNorm2d", parts.constant_names)
+    base = {**pair[0].init(3), "1.running_mean": np.linspace(-1, 1, 4), "1.running_var": np.linspace(0.5, 3, 4)}
+    base = {name: np.asarray(tensor, np.float32 if tensor.ndim else np.int64) for name, tensor in base.items()}
+    adapted = [AdaptedTask(task, FROZEN[name], base) for task in pair]
+    plan = TrainConfig(batch_size=BATCH_SIZE, iterations=6, learning_rate=0.01)
+    results = train_both(adapted, plan, make_examples())
+    assert_equal(results)
+    for _, learner in results:
+        found = learner._inner.read()
+        for constant in parts.constant_names:
+            np.testing.assert_array_equal(found[constant], base[constant], err_msg=constant)
+
+
+def test_a_file_is_of_the_tensors_that_it_was_compiled_to_leave_as_they_are(tasks):
+    base = tasks[0].init(3)
+    with pytest.raises(TaskError, match=r"changes '1.running_mean', a statistic of batches that the run freezes"):
+        AdaptedTask(tasks[1], FROZEN["head"], base).learner()
+    pair = make_both("BatchNorm2d", select_parts(FROZEN["head"], tasks[0].shapes()).constant_names)
+    with pytest.raises(TaskError, match=r"the compiled task freezes '4.bias', which the run trains"):
+        AdaptedTask(pair[1], PARTS["head"], base).learner()
+    with pytest.raises(TaskError, match=r"freezes '0.weight', which is trained here"):
+        pair[1].learner().gradient(make_examples(4))

@@ -13,6 +13,7 @@ from tasks.compiled.board.dense_graphs import BATCH_SIZE, MODEL, change_graph, h
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Dataset
 from edgefl.tasks.compiled.artefact import EVALUATE
+from edgefl.tasks.compiled.board.graph_check import check_compiled_task
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.preparation import to_features
@@ -84,8 +85,16 @@ def test_frozen_tensors_have_no_gradient_and_the_others_still_do():
     reference.gradient(batch)
     assert sorted(learner.gradients) == ["fc1.bias", "fc2.bias", "fc2.weight"]
     np.testing.assert_allclose(learner.gradients["fc2.weight"], reference.gradients["fc2.weight"], rtol=1e-4)
-    with pytest.raises(TaskError, match="cannot freeze 'seen', a statistic"):
+    with pytest.raises(TaskError, match="changes 'seen', a statistic of batches that the run freezes"):
         learner.freeze(["seen"])
+
+
+def test_a_graph_that_changes_what_its_manifest_says_stays_is_refused():
+    compiled = make_compiled()
+    for name, output in (("seen", "new:seen"), ("fc1.bias", "grad:fc1.bias")):
+        manifest = replace(compiled.manifest, constant=(name,))
+        with pytest.raises(DataError, match=f"its manifest knows no output '{output}'"):
+            check_compiled_task(replace(compiled, manifest=manifest))
 
 
 def test_what_only_a_frozen_tensor_needs_is_not_computed():
