@@ -203,6 +203,7 @@ class _Side:
             falls_back=False,
         )
         self._learner.load(_draw_weights(manifest.model))
+        self._learner.freeze(manifest.constant)
         shape = (manifest.batch_size, *manifest.target_shape)
         is_class = manifest.target_dtype == "int64"
         targets: Array = rng.integers(manifest.output_shape[0], size=shape) if is_class else rng.random(shape)

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,9 @@ from edgefl.system.processes import StoppedCallError, call_in_subprocess
 from edgefl.tasks.compiled.artefact import encode_artefact
 from edgefl.tasks.compiled.board import onnx_learner
 from edgefl.tasks.compiled.board.bound_graph import CPU, Arena, list_providers, make_session
+from edgefl.tasks.compiled.board.graph_check import check_compiled_task
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
+from edgefl.tasks.compiled.board.pruned_graph import remove_outputs
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.preparation import to_features
 
@@ -188,6 +191,14 @@ def test_another_output_is_measured_as_an_error(monkeypatch, output, factor, dev
     assert found == pytest.approx(deviation, rel=0.01, nan_ok=True)
     assert sides == [(ACL, 2**27), (CPU, 2**27)]
     assert measure_provider(make_compiled(), XNNPACK, 1)["deviation"] == 0
+
+
+def test_a_file_of_which_a_part_stays_as_it_is_is_measured_without_that_part():
+    compiled = make_compiled()
+    train = remove_outputs(compiled.train, {"grad:fc1.bias", "new:seen"})
+    frozen = replace(compiled, train=train, manifest=replace(compiled.manifest, constant=("fc1.bias", "seen")))
+    check_compiled_task(frozen)
+    assert measure_provider(frozen, CPU, 1)["deviation"] == 0
 
 
 def test_training_goes_on_by_the_cpu_where_a_provider_fails(caplog):
