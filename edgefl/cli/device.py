@@ -228,6 +228,7 @@ def status(root: Path | None, style: str) -> None:
         **_read_conditions(state),
         "confine": device.confine,
         "min_group": device.min_group,
+        "max_epsilon": device.max_epsilon,
         "drift_references": dict(device.drift_references),
         "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.output import FullHelpGroup, echo, text_format_option
-from edgefl.cli.sources import allow_module_option, state_option, warn_visible_secret
+from edgefl.cli.sources import NumberRange, allow_module_option, state_option, warn_visible_secret
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
 from edgefl.core.safe_parsing import parse_json
@@ -293,6 +293,12 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     help="Least number of examples that statistics and other analyses may be about; 5 at first.",
 )
 @click.option(
+    "--max-epsilon",
+    type=NumberRange(0, 1000),
+    help="Most that a task may spend of its examples' privacy over all runs, at delta 1e-5; runs without "
+    'privacy.unit = "example" are refused then. 0 ends it.',
+)
+@click.option(
     "--drift",
     "drifts",
     multiple=True,
@@ -300,29 +306,30 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     help="Compare the task's newest data with `first`, that of its first work from now on, or with a file or folder; "
     "`none` ends it.",
 )
-def set_(
+def set_(  # noqa: PLR0913 one argument per option
     *,
     root: Path | None,
     max_temperature: str | float | None,
     confine: str | None,
     conditions: str | None,
     min_group: int | None,
+    max_epsilon: float | None,
     drifts: tuple[str, ...],
 ) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if all(value is None for value in (max_temperature, confine, conditions, min_group)) and not drifts:
+    if all(value is None for value in (max_temperature, confine, conditions, min_group, max_epsilon)) and not drifts:
         raise UsageError(
             "nothing to set; give --max-temperature CELSIUS, or none for no limit, --conditions FILE, "
-            "--confine POLICY, --min-group N, or --drift TASK=first"
+            "--confine POLICY, --min-group N, --max-epsilon EPSILON, or --drift TASK=first"
         )
     references = [_parse_reference(text) for text in drifts]
     state = DeviceStateDir.load(root)
     save_temperature_limit(state, max_temperature)
     if max_temperature is not None:
-        limit = state.settings.max_temperature_c
-        rest = "never" if limit is None else f"between iterations above {limit:g} °C"
+        celsius = state.settings.max_temperature_c
+        rest = "never" if celsius is None else f"between iterations above {celsius:g} °C"
         click.echo(f"{state.device_id} rests {rest}")
     if confine is not None:
         state.update(confine=confine)
@@ -332,6 +339,11 @@ def set_(
     if min_group is not None:
         state.update(min_group=min_group)
         click.echo(f"{state.device_id} says nothing about fewer than {min_group} examples")
+    if max_epsilon is not None:
+        state.update(max_epsilon=max_epsilon or None)
+        click.echo(
+            f"{state.device_id} lets a task spend " + (f"epsilon {max_epsilon:g}" if max_epsilon else "any epsilon")
+        )
     for task, reference in references:
         _save_reference(state, task, reference)
 

@@ -412,6 +412,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     config = load_run(file)
     if config.adapt.is_used:
         raise ConfigError("adapt: a Flower app sends whole models; leave it out")
+    if config.privacy.unit == "example":
+        raise ConfigError('privacy.unit = "example": nodes of a Flower app keep no account; leave it out')
     if config.conditions.to_json():
         raise ConfigError("conditions: nodes of a Flower app know none; leave it out")
     built = build_run(config, "check")

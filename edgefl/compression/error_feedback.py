@@ -201,7 +201,7 @@ def _restore_memory(state: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def is_stateful_training(plan: TrainConfig, codec: str, shapes: ModelSpec) -> bool:
-    """Whether an instruction leaves state: node, optimiser, residual, local tensors or a personal copy.
+    """Whether an instruction leaves state: node, optimiser, residual, local tensors, personal copy or account.
 
     Args:
         plan: of the instruction.
@@ -209,7 +209,7 @@ def is_stateful_training(plan: TrainConfig, codec: str, shapes: ModelSpec) -> bo
         shapes: the model's tensors.
     """
     has_state = plan.node is not None or plan.keeps_state or has_error_feedback(codec)
-    has_state = has_state or plan.has_personal
+    has_state = has_state or plan.has_personal or plan.privacy is not None
     return has_state or not all(spec.shared for spec in shapes)
 
 
@@ -222,5 +222,6 @@ def require_stateless_training(plan: TrainConfig, codec: str, shapes: ModelSpec)
     if is_stateful_training(plan, codec, shapes):
         raise ConfigError(
             "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
-            "stay on the device: no kept optimiser state, no codec with ef, no tensors or copy of its own"
+            "stay on the device: no kept optimiser state, no codec with ef, no tensors or copy of its own, no "
+            "account of privacy"
         )

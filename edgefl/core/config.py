@@ -31,7 +31,7 @@ DivergenceAction = Literal["warn", "halve", "stop"]
 SelectionRule = Literal["uniform", "utility"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
-PrivacyUnit = Literal["device"]
+PrivacyUnit = Literal["device", "example"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
@@ -297,18 +297,19 @@ class GuardSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySection:
-    """`[privacy]`: differential privacy of each device in the released models; without `unit`, none.
+    """`[privacy]`: differential privacy of each device, or of each example, in the models; without `unit`, none.
 
     Attributes:
-        unit: whose data is protected: all that one device holds.
-        epsilon: the budget ε of the run, which ends before it would be passed.
-        delta: δ, well below one over the number of devices.
+        unit: whose data is protected: all that one device holds, or an example, against the coordinator as well.
+        epsilon: the budget ε of the run, which ends before it would be passed; of examples the budget of each board,
+            which takes no further part.
+        delta: δ, well below one over the number of devices, or of a board's examples.
         clip: most Euclidean norm of an update, to which a longer one is shortened; `adaptive` follows a quantile of
-            the updates' norms.
+            the updates' norms. Of examples the most norm of the gradient of one.
         first_clip: with `adaptive`, the norm in the first round.
         quantile: with `adaptive`, the share of updates that are shorter than the norm.
         noise: the noise multiplier, standard deviation over norm; None for the least with which `run.rounds` rounds
-            fit into the budget.
+            fit into the budget, which of examples each board finds for itself.
         sampling: each idle device takes part in a round with this probability, by itself and in secret; None asks as
             `[devices]` says, and counts as if every device was in every round.
         boards: how many devices are expected; the sum of a round is divided by this (times `sampling`), whoever
@@ -328,11 +329,26 @@ class PrivacySection:
     def __post_init__(self) -> None:
         if self.unit is None:
             if any(getattr(self, item.name) != item.default for item in fields(self)):
-                raise ConfigError('privacy.unit is missing: set unit = "device", or leave the table out')
+                raise ConfigError('privacy.unit is missing: set unit = "device" or "example", or leave the table out')
             return
         for name in ("epsilon", "delta"):
             if getattr(self, name) is None:
                 raise ConfigError(f'privacy.{name} is missing: it is needed with unit = "{self.unit}"')
+        if self.unit == "example":
+            self._check_example()
+
+    def _check_example(self) -> None:
+        if self.clip == "adaptive":
+            raise ConfigError(
+                'privacy.clip must be a number with unit = "example": most norm of an example\'s gradient'
+            )
+        for item in fields(self):
+            if item.name in {"first_clip", "quantile", "sampling", "boards"} and (
+                (found := getattr(self, item.name)) != item.default
+            ):
+                raise ConfigError(
+                    f'privacy.{item.name} must be left out with unit = "example", got {found}: it is of devices'
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

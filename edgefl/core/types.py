@@ -42,6 +42,8 @@ MAX_PARTS = 256
 """Most parts that an update is cut into."""
 NUM_REDUCTIONS = "reductions"
 """Key in the `extra` of an update of a collective: the all-reduces that its displacement is the result of."""
+EPSILON = "epsilon"
+"""Key in the `extra` of an update with private examples: ε that its run has spent on the device."""
 PEER_BYTES = "peer_bytes_up"
 """Key in the `extra` of an update of a collective: bytes that the device sent to other members."""
 
@@ -175,6 +177,7 @@ class Algorithm(StrEnum):
     ADAGRAD = "adagrad"
     ADADELTA = "adadelta"
     SCAFFOLD = "scaffold"
+    DP_SGD = "dp-sgd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +306,57 @@ def _known(cls: type[Any], value: object) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name in names}
 
 
+PRIVATE_OPTIMIZERS = frozenset(
+    {
+        Algorithm.SGD, Algorithm.DECAY, Algorithm.PROX, Algorithm.ADAM, Algorithm.RMSPROP, Algorithm.ADAGRAD,
+        Algorithm.ADADELTA,
+    }
+)  # fmt: skip
+"""Local algorithms that use nothing of the data but the gradient of each batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExamplePrivacy:
+    """Differential privacy of each example of a board, by DP-SGD.
+
+    Attributes:
+        optimizer: that gets the private gradients.
+        clip: most Euclidean norm of the gradient of an example.
+        epsilon: the budget ε of the run, on each board.
+        delta: δ.
+        noise: the noise multiplier, standard deviation over clip; None for the least with which `rounds` rounds of
+            this board fit into the budget.
+        rounds: that the budget is for; not needed with `noise`.
+    """
+
+    optimizer: str
+    clip: float = field(metadata={"above": 0, "at_most": 1e9})
+    epsilon: float = field(metadata={"above": 0, "at_most": 1000})
+    delta: float = field(metadata={"above": 0, "below": 1})
+    noise: float | None = field(default=None, metadata={"at_least": 0.1, "at_most": 1e6})
+    rounds: int | None = field(default=None, metadata={"at_least": 1, "at_most": 10_000_000})
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns the settings from JSON values; unknown fields are ignored."""
+        return cls(**_known(cls, value))
+
+    def check(self, table: str) -> None:
+        """Checks that a board can follow this.
+
+        Raises:
+            ConfigError: a number is out of range, or the optimiser uses more than the gradient.
+        """
+        check_settings(self, table)
+        if self.optimizer not in PRIVATE_OPTIMIZERS:
+            raise ConfigError(
+                f"{table}: a private gradient goes to one of {', '.join(sorted(PRIVATE_OPTIMIZERS))}, got "
+                f"{self.optimizer!r:.60}; set strategy.optimizer to one of these"
+            )
+        if self.noise is None and self.rounds is None:
+            raise ConfigError(f"{table} needs noise, or rounds, from which it is found")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Local training for one assignment; data, not code. Its fields are the only defaults and bounds of them.
@@ -317,7 +371,8 @@ class TrainConfig:
     is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto). So it is
     with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL). With
     `consistency_weight` examples without a label are trained on, too, with what the model says of them with at least
-    the probability `consistency_threshold` (FixMatch), which is None without them. With
+    the probability `consistency_threshold` (FixMatch), which is None without them. With `privacy` gradients are
+    private, and the algorithm is `dp-sgd`, a name that a board of an older release refuses. With
     `fallback_iterations` a progress report is a query, whose answer the device waits for: to go on, or to finish
     early. Where none comes, it finishes after so many iterations.
     """
@@ -335,6 +390,7 @@ class TrainConfig:
     personal_mixture: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     consistency_weight: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
     consistency_threshold: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
+    privacy: ExamplePrivacy | None = None
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -375,6 +431,28 @@ class TrainConfig:
         check_settings(self, table)
         self._check_personal(table)
         self._check_consistency(table)
+        self._check_privacy(table)
+
+    def _check_privacy(self, table: str) -> None:
+        if (self.privacy is None) != (self.algorithm != Algorithm.DP_SGD):
+            raise ConfigError(
+                f"{table}: algorithm {Algorithm.DP_SGD} goes with privacy and with nothing else, got "
+                f"{self.algorithm!r:.60}"
+            )
+        if self.privacy is None:
+            return
+        self.privacy.check(f"{table}.privacy")
+        unfit = {
+            "seconds": self.seconds is not None,
+            "head_epochs": self.head_epochs is not None,
+            "personal copies": self.has_personal,
+            "consistency_weight": self.consistency_weight is not None,
+            "collectives": self.collective is not None,
+            "nodes of a graph": self.node is not None,
+            "messages": bool(self.messages),
+        }
+        if found := [name for name, is_set in unfit.items() if is_set]:
+            raise ConfigError(f'{table}: privacy.unit = "example" does not go with {found[0]}; leave one of them out')
 
     def _check_consistency(self, table: str) -> None:
         if self.consistency_weight is None:
@@ -417,13 +495,14 @@ class TrainConfig:
     def from_json(cls, value: Mapping[str, Any], messages: tuple[PeerMessage, ...] = ()) -> Self:
         """Returns the config from JSON values, which have no messages; unknown fields are ignored."""
         values = _known(cls, value)
-        node, collective = values.get("node"), values.get("collective")
+        node, collective, privacy = values.get("node"), values.get("collective"), values.get("privacy")
         return cls(
             **{
                 **values,
                 "messages": messages,
                 "node": node and GossipConfig.from_json(node),
                 "collective": collective and CollectiveConfig.from_json(collective),
+                "privacy": None if privacy is None else ExamplePrivacy.from_json(privacy),
             }
         )
 

@@ -410,6 +410,7 @@ class Agent:
             get_source=self._get_download_source,
             get_min_group=lambda: state.settings.min_group,
             get_drift_references=lambda: state.settings.drift_references,
+            get_max_epsilon=lambda: state.settings.max_epsilon,
             check_conditions=self._gate.require,
             get_yields=lambda: self._gate.conditions.yields,
             charge_traffic=self._gate.charge_traffic,

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,8 @@ class DeviceSettings:
     task to a path; `threads` None means all cores; `peer_port` is its listening port for neighbours; above
     `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`;
     an analysis is about no fewer than `min_group` of its examples; `drift_references` has by task what its newest
-    data is compared with, a path or `first`.
+    data is compared with, a path or `first`; a task may spend at most `max_epsilon` of its examples' privacy over all
+    runs, and then trains in private runs alone; None means no limit.
     """
 
     device_id: str
@@ -69,6 +71,7 @@ class DeviceSettings:
     confine: str = "auto"
     min_group: int = DEFAULT_MIN_GROUP
     drift_references: Mapping[str, str] = field(default_factory=dict)
+    max_epsilon: float | None = None
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -293,6 +296,11 @@ def _check_limits(path: Path, settings: DeviceSettings) -> None:
     group = settings.min_group
     if isinstance(group, bool) or not isinstance(group, int) or not 1 <= group <= MAX_MIN_GROUP:
         raise ConfigError(f"{path} is damaged: min_group must be 1 to {MAX_MIN_GROUP}, got {group!r:.40}")
+    epsilon = settings.max_epsilon
+    if epsilon is not None and (
+        isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf
+    ):
+        raise ConfigError(f"{path} is damaged: max_epsilon must be a number above 0 or null, got {epsilon!r:.40}")
 
 
 def _is_text_list(value: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from edgefl.core.clusters import CLUSTER_FIGURE
 from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
 from edgefl.core.types import (
+    EPSILON,
     EvaluateInstruction,
     Event,
     InstructionFailed,
@@ -316,7 +317,11 @@ class InstructionLifecycle:
             send_s=max(0.0, now_s - work.dispatched_s - compute_s),
             bytes_up=result.num_bytes + result.exchanged_bytes[0],
             bytes_down=work.download_bytes + result.exchanged_bytes[1],
-            extra=work.extra if result.cluster is None else {**work.extra, CLUSTER_FIGURE: float(result.cluster)},
+            extra={
+                **work.extra,
+                **({} if result.cluster is None else {CLUSTER_FIGURE: float(result.cluster)}),
+                **({} if result.epsilon is None else {EPSILON: result.epsilon}),
+            },
             **work.device.summarise_health(work.started_s, work.due_s),
         )
 

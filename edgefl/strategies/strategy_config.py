@@ -18,7 +18,7 @@ from edgefl.core.config import SelectionSection, TimeoutPolicy
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_settings
-from edgefl.core.types import Algorithm, TrainConfig
+from edgefl.core.types import Algorithm, ExamplePrivacy, TrainConfig
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.private_mean import PrivateMean
 
@@ -125,7 +125,12 @@ class StrategyConfig:
             ConfigError: an invalid setting.
         """
         return strategy_class(
-            **{"plan": self.plan(), "lr_schedule": self.make_schedule(), "rules": rules, **settings}
+            **{
+                "plan": make_private_plan(self.plan(), rules),
+                "lr_schedule": self.make_schedule(),
+                "rules": rules,
+                **settings,
+            }
         )
 
 
@@ -141,6 +146,20 @@ class SingleStepConfig(StrategyConfig):
     def plan(self) -> TrainConfig:
         takes_more = self.iterations == 0 or self.seconds is not None
         return StrategyConfig.plan(replace(self, iterations=None) if takes_more else self)
+
+
+def make_private_plan(plan: TrainConfig, rules: RoundRules) -> TrainConfig:
+    """Returns a plan with the private gradients of a run's rules; itself where they have none.
+
+    Raises:
+        ConfigError: it does not go with them.
+    """
+    if rules.example_privacy is None:
+        return plan
+    privacy = replace(rules.example_privacy, optimizer=plan.algorithm)
+    private = replace(plan, algorithm=Algorithm.DP_SGD, privacy=privacy)
+    private.check("strategy")
+    return private
 
 
 def check_plan(plan: TrainConfig) -> None:
@@ -255,6 +274,8 @@ class RoundRules:
         collective: how devices add up their updates; None where the coordinator does.
         server: optimiser from the mean displacement to the model's step.
         privacy: how the mean is made differentially private; None for the mean as it is.
+        example_privacy: how devices make the gradients of their examples private, but for the optimiser; None for
+            the gradients as they are.
         selection: how devices are selected by utility; None for all alike.
         seed: of the selection of devices.
     """
@@ -274,5 +295,6 @@ class RoundRules:
     collective: CollectiveRules | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)
     privacy: PrivateMean | None = None
+    example_privacy: ExamplePrivacy | None = None
     selection: SelectionSection | None = None
     seed: int = 0

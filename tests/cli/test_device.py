@@ -74,6 +74,23 @@ def test_the_least_group_of_an_analysis_is_the_owner_s_and_five_at_first(run, jo
     refused(["device", "set", "--state", joined], 2, "--min-group N")
 
 
+def test_the_most_that_examples_may_lose_of_their_privacy_is_the_owner_s_and_without_limit_at_first(
+    run, joined, refused
+):
+    def find():
+        return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["max_epsilon"]
+
+    assert find() is None
+    assert "spend epsilon 3" in run("device", "set", "--max-epsilon", 3, "--state", joined).out
+    assert (find(), limit(joined)) == (3.0, 75.0)
+    refused(["device", "set", "--max-epsilon", "nan", "--state", joined], 2, "--max-epsilon")
+    assert "any epsilon" in run("device", "set", "--max-epsilon", 0, "--state", joined).out
+    assert find() is None
+    path = joined / "device.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_epsilon": -1}))
+    refused(["device", "status", "--state", joined], 3, "max_epsilon must be a number above 0 or null, got -1")
+
+
 def test_what_new_data_is_compared_with_is_the_owner_s_and_nothing_at_first(run, joined, refused, tmp_path):
     def find():
         return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["drift_references"]

@@ -423,6 +423,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "core/config.py:SimulationSection.start": "a text of a run file, checked as its section is made",
         "system/object_storage.py:_read_state": "own state, at most 64 KB; whatever else is there counts as none",
         "device/hardware/providers.py:ProviderChoice._read": "likewise, at most 16 KB",
+        "tasks/local_algorithms/example_privacy.py:parse_account": "own state, at most 8 MB; its tests damage it",
         "system/row_labels.py:parse_example_time": "names of this board's files; others are a `ValueError`",
         "device/collect/microphone.py:compute_dbfs": "samples of a whole number of bytes, each of any value",
         "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",

@@ -166,6 +166,7 @@ def _complete_enrolment(
                 device,
                 max_temperature_c=previous.max_temperature_c,
                 min_group=previous.min_group,
+                max_epsilon=previous.max_epsilon,
                 drift_references=previous.drift_references,
             )
         cert_pem = parse_certificate(reply, key_pem)

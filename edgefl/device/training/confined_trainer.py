@@ -23,7 +23,7 @@ from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import ADAPT_KEY, COMPILED_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
+from edgefl.core.protocol import ADAPT_KEY, COMPILED_KEY, INSTRUCTION_VERSION, JOB_LIMITS, PRIVACY_KEY, finite_or_none
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.drift_watch import FIRST
@@ -44,7 +44,7 @@ from edgefl.device.training.process_link import (
     parse_description,
     parse_reply,
 )
-from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError, make_refusal
 from edgefl.system.atomic_files import make_private_directory, write_atomic
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks import registry as tasks
@@ -142,6 +142,8 @@ class ConfiningTrainer(DeviceTrainer):
         return find_gaps()
 
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        if (reason := self._refuse_unbounded(header)) is not None:
+            return make_refusal(header, reason), b""
         return self._route("train", super().train, header, body)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
@@ -249,6 +251,10 @@ class ConfiningTrainer(DeviceTrainer):
                 log.info("run %s uses what is not built in: it trains confined", run_id)
         if run_id not in self._confined_runs:
             self._confined_runs.append(run_id)
+        plan = header.get("plan")
+        if header.get(PRIVACY_KEY) or (isinstance(plan, Mapping) and plan.get(PRIVACY_KEY)):
+            reason = "a confined process keeps no account of the examples' privacy; edgefl device set --confine never"
+            return make_refusal(header, reason), b""
         reply, result = self._run_confined(name, header, body)
         return self._add_traffic(reply), result
 

@@ -18,8 +18,10 @@ from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import (
     ADAPT_KEY,
     COMPILED_KEY,
+    EXAMPLE_UNIT,
     INSTRUCTION_VERSION,
     PERSONAL_KEY,
+    PRIVACY_KEY,
     ReadinessPhase,
     check_version,
     model_fingerprint,
@@ -33,6 +35,7 @@ from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.job import Job
+from edgefl.tasks.local_algorithms.example_privacy import check_example_gradients
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +271,8 @@ class ReadinessHandler:
                 "update the package that it comes from"
             )
         self._task_cache.check_data(cached_task)
+        if header.get(PRIVACY_KEY) == EXAMPLE_UNIT:
+            check_example_gradients(cached_task.learner)
 
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None

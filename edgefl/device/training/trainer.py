@@ -33,11 +33,14 @@ from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import (
     ANSWER_TIMEOUT_S,
     BASE_TRAFFIC_KEY,
+    EXAMPLE_UNIT,
     INSTRUCTION_VERSION,
     NEXT_MODEL_HASH_KEY,
+    PRIVACY_KEY,
     finite_or_none,
 )
 from edgefl.core.types import (
+    EPSILON,
     NUM_REDUCTIONS,
     PEER_BYTES,
     ZERO_CONTROL_VARIATE,
@@ -74,6 +77,7 @@ from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.augmentation import AUGMENT, augment_batches
 from edgefl.tasks.datasets.shards import drop_unlabelled, drop_weak
 from edgefl.tasks.learners.torch_split import FrontLearner
+from edgefl.tasks.local_algorithms.example_privacy import ACCOUNT_FILE, ExampleAccount, RunAccount
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.personal_training import make_personal_model
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
@@ -116,6 +120,7 @@ class DeviceTrainer:
         bases_dir: of the files of bases; None for one in `state_dir`.
         get_min_group: returns the least number of examples that an analysis may be about.
         get_drift_references: returns by task what its data is compared with, as `DriftWatch`.
+        get_max_epsilon: returns the most ε that a task may spend over all runs, at `LIMIT_DELTA`; None for no limit.
         check_conditions: called at every iteration; raises `ConditionsEndedError` where this board may not go on.
         charge_traffic: called with the bytes of a base before it is fetched; raises likewise.
     """
@@ -139,11 +144,12 @@ class DeviceTrainer:
         bases_dir: Path | None = None,
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
         get_drift_references: Callable[[], Mapping[str, str]] = dict,
+        get_max_epsilon: Callable[[], float | None] = lambda: None,
         check_conditions: Callable[[], None] = lambda: None,
         charge_traffic: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._check_conditions = check_conditions
-        self._get_source = get_source
+        self._get_source, self._get_max_epsilon = get_source, get_max_epsilon
         self._health_sampler, self._on_alive = health_sampler, on_alive
         self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
@@ -233,6 +239,8 @@ class DeviceTrainer:
 
     def resume(self) -> None:
         """Resumes the node of an earlier run of the agent; needs no coordinator."""
+        if self._get_max_epsilon() is not None:
+            return  # what a node sends has no bound
         self._gossip_worker.resume()
 
     def complete_run(self, run: str) -> None:
@@ -258,6 +266,8 @@ class DeviceTrainer:
 
         For a readiness phase, returns whether this board is ready; see `ReadinessHandler`.
         """
+        if (reason := self._refuse_unbounded(header)) is not None:
+            return make_refusal(header, reason), b""
         if "phase" in header:
             self._gossip_worker.reopen_run(str(header.get("run")))
             reply, result = self._readiness.run_phase(header, body)
@@ -570,6 +580,7 @@ class DeviceTrainer:
                 if plan.has_personal
                 else None
             ),
+            account=self._open_account(instruction),
         )
         if variate is not None:
             variate = variate.add_move(instruction.assignment_id, result.algorithm_state or {})
@@ -577,7 +588,44 @@ class DeviceTrainer:
             return result, {"extra": {ZERO_CONTROL_VARIATE: 1.0}} if variate.is_zero else {}
         if result.algorithm_state is not None:
             self._client_state.update_step_state(instruction.run, plan.algorithm, result.algorithm_state)
-        return result, {}
+        return result, {} if result.epsilon is None else {"extra": {EPSILON: result.epsilon}}
+
+    def _open_account(self, instruction: ParsedInstruction) -> RunAccount | None:
+        """Returns the account of the examples' privacy, where the plan is charged to it.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        if instruction.plan.privacy is None:
+            return None
+        account = ExampleAccount.load(self._state_dir / ACCOUNT_FILE, max_epsilon=self._get_max_epsilon())
+        return RunAccount(account=account, task=instruction.task, run=instruction.run)
+
+    def _refuse_unbounded(self, header: Json) -> str | None:
+        """Returns why this board may not take part in what a header is of; None where it may.
+
+        Where the owner limits what examples lose of their privacy, work without a bound may not use them.
+        """
+        limit = self._get_max_epsilon()
+        if limit is None:
+            return None
+        if "phase" not in header:
+            plan = header.get("plan")
+            is_bounded = isinstance(plan, Mapping) and plan.get(PRIVACY_KEY) is not None
+        else:
+            is_bounded = header.get(PRIVACY_KEY) == EXAMPLE_UNIT
+        if not is_bounded:
+            return (
+                f"its owner lets a task spend at most epsilon = {limit:g} (--max-epsilon), and a run without "
+                'privacy.unit = "example" has no bound'
+            )
+        try:
+            ExampleAccount.load(self._state_dir / ACCOUNT_FILE, max_epsilon=limit).check_limit(
+                str(header.get("task"))
+            )
+        except DataError as error:
+            return str(error)
+        return None
 
     def _make_iteration_callback(
         self, instruction: ParsedInstruction, *, last: int | None = None
@@ -700,6 +748,12 @@ class DeviceTrainer:
         if instruction.keeps_model:
             self._client_state.update_model(instruction.run, instruction.version, model)
         return model
+
+
+def make_refusal(header: Json, reason: str) -> Json:
+    """Returns the reply of a board that may not do what a header is of."""
+    reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
+    return {**reply, **({"ready": False, "reason": reason} if "phase" in header else {"error": reason})}
 
 
 def _to_dense_model(tensors: Tensors) -> dict[str, Array]:

@@ -23,8 +23,10 @@ from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.protocol import (
     ADAPT_KEY,
     CONDITIONS_KEY,
+    EXAMPLE_UNIT,
     INSTRUCTION_VERSION,
     PERSONAL_KEY,
+    PRIVACY_KEY,
     SLICES_KEY,
     model_fingerprint,
 )
@@ -213,6 +215,7 @@ def _make_header(
         **({"root_examples": strategy.root_examples} if strategy.root_examples else {}),
         **({"split": {**asdict(split.section), "num_outputs": split.cut.num_outputs}} if split is not None else {}),
         **({ADAPT_KEY: adapted.plan.to_json()} if adapted is not None else {}),
+        **({PRIVACY_KEY: EXAMPLE_UNIT} if config.privacy.unit == EXAMPLE_UNIT else {}),
     }
 
 

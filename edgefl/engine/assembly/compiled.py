@@ -8,7 +8,7 @@ from typing import Any
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.protocol import COMPILED_KEY
+from edgefl.core.protocol import COMPILED_KEY, EXAMPLE_UNIT
 from edgefl.core.types import Json, Strategy, Task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.strategy import get_batch_size
@@ -75,6 +75,7 @@ def can_be_compiled(run: RunComponents) -> bool:
         and run.split is None
         and run.analysis is None
         and run.encode_input is None
+        and run.config.privacy.unit != EXAMPLE_UNIT
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,71 @@ from edgefl.compression.codec_selection import parse_auto_candidates
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
 from edgefl.core.settings import Faults, format_setting
-from edgefl.core.types import ModelSpec, Strategy, TensorKind
+from edgefl.core.types import Algorithm, ExamplePrivacy, ModelSpec, Strategy, TensorKind
 from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise
 from edgefl.strategies.private_mean import KEY_BYTES, PrivacySpend, PrivateMean, SpendRecorder
 from edgefl.strategies.strategy_config import RoundRules
 
 PRIVATE_STRATEGIES = ("fedavg", "fedprox", "ssgd")
 """Strategies that use nothing of updates but their mean."""
-_HOW = 'privacy.unit = "device"'
+EXAMPLE_STRATEGIES = (
+    "fedavg", "fedprox", "fednova", "krum", "multi-krum", "bulyan", "coordinate-median", "trimmed-mean",
+    "geometric-median", "centred-clipping",
+)  # fmt: skip
+"""Strategies whose boards do nothing with their examples but steps along gradients."""
+_HOW, _HOW_EXAMPLE = 'privacy.unit = "device"', 'privacy.unit = "example"'
 
 
 def check_private(config: RunConfig) -> None:
+    """Checks that nothing of a run releases what its unit of privacy holds, but by the noise.
+
+    Raises:
+        ConfigError: a setting does.
+    """
+    if config.privacy.unit == "example":
+        _check_examples(config)
+    else:
+        _check_devices(config)
+
+
+def _check_examples(config: RunConfig) -> None:
+    """Checks that examples reach an update by private gradients alone; what is made of it then costs nothing."""
+    if config.strategy.name not in EXAMPLE_STRATEGIES:
+        raise ConfigError(
+            f"strategy.name must be one of {', '.join(EXAMPLE_STRATEGIES)} with {_HOW_EXAMPLE}, got "
+            f"{config.strategy.name!r}: others use more of the examples than gradients, or plan their steps anew"
+        )
+    run, faults = config.run, Faults()
+    needs = {
+        "aggregation.collective": (
+            config.aggregation.collective,
+            "coordinator",
+            "members send to one another",
+        ),
+        "split.after": (config.split.after, None, "activations have no noise"),
+        "adapt.method": (config.adapt.method, "none", "adapters have no gradients by example"),
+        "task.normalise": (config.task.get("normalise") or None, None, "means and scales of the fleet have no noise"),
+        "run.compiled": (run.compiled, None, "compiled tasks have no gradients by example; boards need torch"),
+    }
+    _compare(needs, faults, _HOW_EXAMPLE)
+    if run.backend == "onnx":
+        faults.messages.append(
+            f'run.backend must be "torch" with {_HOW_EXAMPLE}, got "onnx": compiled tasks clip no gradient by example'
+        )
+    if config.privacy.noise is None and run.rounds is None:
+        faults.messages.append("privacy.noise is missing: give it, or run.rounds, from which each board finds it")
+    faults.check()
+
+
+def _compare(needs: Mapping[str, tuple[object, object, str]], faults: Faults, how: str) -> None:
+    """Adds a fault for each setting, by name with what is found, what is needed, and why, that is another."""
+    for name, (found, needed, reason) in needs.items():
+        if found != needed:
+            right = "left out" if needed is None else format_setting(needed)
+            faults.messages.append(f"{name} must be {right} with {how}, got {format_setting(found)}: {reason}")
+
+
+def _check_devices(config: RunConfig) -> None:
     """Checks that a device changes nothing but its own, clipped update in the sum of a round.
 
     Raises:
@@ -52,10 +107,7 @@ def check_private(config: RunConfig) -> None:
         "run.updates": (run.updates, None, "it goes by who answers, which has no noise"),
         "run.bytes": (run.bytes, None, "it goes by the sizes of updates, which have no noise"),
     }
-    for name, (found, needed, reason) in needs.items():
-        if found != needed:
-            right = "left out" if needed is None else format_setting(needed)
-            faults.messages.append(f"{name} must be {right} with {_HOW}, got {format_setting(found)}: {reason}")
+    _compare(needs, faults, _HOW)
     if parse_auto_candidates(config.compression.up) is not None:
         faults.messages.append(f"compression.up must be one codec with {_HOW}: auto goes by what devices measure")
     if (run.accuracy is not None or run.until is not None) and run.evaluate_on not in {"coordinator", "evaluator"}:
@@ -82,13 +134,7 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
     privacy, rounds = config.privacy, config.run.rounds
     assert privacy.epsilon is not None
     assert privacy.delta is not None
-    for spec in shapes:
-        if spec.kind == TensorKind.BUFFER or spec.dtype not in {"float32", "float64"}:
-            what = "a buffer" if spec.kind == TensorKind.BUFFER else spec.dtype
-            raise ConfigError(
-                f"{_HOW} needs a model of float32 or float64 parameters alone: tensor {spec.name!r} is {what}; "
-                "take a model without running statistics"
-            )
+    _check_tensors(shapes, _HOW)
     if privacy.noise is None and rounds is None:
         raise ConfigError("privacy.noise is missing: give it, or run.rounds, from which it is found")
     num_expected = _count_expected(config)
@@ -115,6 +161,38 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
     return mean
 
 
+def make_example_privacy(config: RunConfig, shapes: ModelSpec) -> ExamplePrivacy:
+    """Returns what boards need to make gradients private; the optimiser is the plan's.
+
+    Raises:
+        ConfigError: a number is out of range, or the model has tensors that noise does not fit.
+    """
+    section = config.privacy
+    assert section.epsilon is not None
+    assert section.delta is not None
+    _check_tensors(shapes, _HOW_EXAMPLE)
+    privacy = ExamplePrivacy(
+        optimizer=Algorithm.SGD,
+        clip=float(section.clip),
+        epsilon=section.epsilon,
+        delta=section.delta,
+        noise=section.noise,
+        rounds=config.run.rounds if section.noise is None else None,
+    )
+    privacy.check("privacy")
+    return privacy
+
+
+def _check_tensors(shapes: ModelSpec, how: str) -> None:
+    for spec in shapes:
+        if spec.kind == TensorKind.BUFFER or spec.dtype not in {"float32", "float64"}:
+            what = "a buffer" if spec.kind == TensorKind.BUFFER else spec.dtype
+            raise ConfigError(
+                f"{how} needs a model of float32 or float64 parameters alone: tensor {spec.name!r} is {what}; "
+                "take a model without running statistics"
+            )
+
+
 def _count_expected(config: RunConfig) -> float:
     privacy, count = config.privacy, config.devices.count
     if privacy.sampling is not None and count is not None:
@@ -134,9 +212,20 @@ def _count_expected(config: RunConfig) -> float:
 
 def explain_privacy(config: RunConfig, mean: PrivateMean | None) -> str:
     """Returns one line on what a private run promises, and what not; empty for another."""
+    privacy = config.privacy
+    if privacy.unit == "example":
+        noise = (
+            f"each board takes the least noise with which {config.run.rounds} rounds of its examples fit"
+            if privacy.noise is None
+            else f"noise multiplier {privacy.noise:g}, and a board takes part as long as its budget lasts"
+        )
+        return (
+            f"each example has differential privacy on its board, against the coordinator, too: epsilon "
+            f"{privacy.epsilon:g} at delta {privacy.delta:g}, gradients clipped to {privacy.clip:g}; {noise}; each "
+            "board keeps its account; metrics, numbers of examples, bytes, times and logs are not covered"
+        )
     if mean is None:
         return ""
-    privacy = config.privacy
     how = (
         f"take part with probability {privacy.sampling:g}"
         if privacy.sampling is not None

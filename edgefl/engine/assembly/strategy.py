@@ -18,7 +18,7 @@ from edgefl.core.types import (
     TensorKind,
     TrainConfig,
 )
-from edgefl.engine.assembly.privacy import make_private_mean
+from edgefl.engine.assembly.privacy import make_example_privacy, make_private_mean
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.registry import (
@@ -117,7 +117,8 @@ def get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | 
 def make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> RoundRules:
     server = config.server
     return RoundRules(
-        privacy=None if config.privacy.unit is None else make_private_mean(config, shapes),
+        privacy=make_private_mean(config, shapes) if config.privacy.unit == "device" else None,
+        example_privacy=make_example_privacy(config, shapes) if config.privacy.unit == "example" else None,
         min_devices=config.devices.min,
         max_devices=config.devices.count,
         fraction=config.devices.fraction,

@@ -73,6 +73,7 @@ def make_result(update: EncodedUpdate, model_spec: ModelSpec) -> TrainingResult:
         messages=update.messages,
         exchanged_bytes=update.exchanged_bytes,
         cluster=update.cluster,
+        epsilon=update.epsilon,
     )
 
 

@@ -51,6 +51,7 @@ from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.augmentation import AUGMENT, augment_batches, find_augment
 from edgefl.tasks.datasets.shards import drop_unlabelled
+from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,
@@ -105,7 +106,8 @@ class TrainingResult:
     """The result of a job.
 
     `num_bytes` covers its encoded update and the peer messages, `exchanged_bytes` the batches, up and down, of a
-    network that is cut. `cluster` is the one of several models that was trained.
+    network that is cut. `cluster` is the one of several models that was trained. `epsilon` is what the run has spent
+    of the privacy of the device's examples.
     """
 
     tensors: Tensors
@@ -115,6 +117,7 @@ class TrainingResult:
     messages: tuple[PeerMessage, ...] = ()
     exchanged_bytes: tuple[int, int] = (0, 0)
     cluster: int | None = None
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,7 @@ class _LocalState:
     error_feedback: ErrorFeedback | None = None
     local_tensors: dict[str, Array] = field(default_factory=dict)
     personal_copy: dict[str, Array] | None = None
+    account: ExampleAccount = field(default_factory=ExampleAccount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,7 @@ class EncodedUpdate:
     num_bytes: int | None = None
     exchanged_bytes: tuple[int, int] = (0, 0)
     cluster: int | None = None
+    epsilon: float | None = None
 
 
 class SimulatedTrainer:
@@ -280,6 +285,7 @@ class SimulatedTrainer:
             algorithm_state=_get_step_state(memory, plan),
             local_names=self._local_tensor_names,
             personal=memory.personal_copy,
+            account=self._open_account(memory, instruction),
         )
         self._save_state(memory, instruction, result)
         rng, displacement = derive_rng(*origin, "uplink"), add_cluster(result.displacement, cluster)
@@ -290,7 +296,13 @@ class SimulatedTrainer:
         else:
             body = self._get_codec(spec).encode(displacement, rng)
         if self._split is None or exchange is None:
-            return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss, cluster=cluster)
+            return EncodedUpdate(
+                body=body,
+                num_examples=result.num_examples,
+                loss=result.loss,
+                cluster=cluster,
+                epsilon=result.epsilon,
+            )
         return EncodedUpdate(
             body=self._split.join(body, exchange),
             num_examples=result.num_examples,
@@ -404,6 +416,13 @@ class SimulatedTrainer:
         self._snapshots[instruction.device_id] = instruction.assignment_id, previous, residual
         self._states[instruction.device_id] = replace(previous)
         return self._states[instruction.device_id]
+
+    def _open_account(self, state: _LocalState, instruction: TrainInstruction) -> RunAccount | None:
+        """Returns the device's account; the snapshot keeps the one before."""
+        if instruction.plan.privacy is None:
+            return None
+        state.account = state.account.copy()
+        return RunAccount(account=state.account, task=self._task.name, run="")
 
     def _save_state(self, state: _LocalState, instruction: TrainInstruction, result: LocalTrainingResult) -> None:
         if instruction.plan.algorithm == Algorithm.SCAFFOLD:

@@ -124,6 +124,7 @@ class RoundState:
         halvings: versions from which on the learning rate is half of what it was.
         num_holders: largest number of devices with blocks in a round of `redundant` so far.
         clip: in a private run, most norm of an update of the open round; None before the first.
+        epsilon: with private examples, the most that a device reported to have spent.
         selections: device -> its record, where devices are selected by utility.
     """
 
@@ -139,6 +140,7 @@ class RoundState:
     halvings: tuple[int, ...] = ()
     num_holders: int = 0
     clip: float | None = None
+    epsilon: float = 0.0
     selections: dict[str, SelectionRecord] = field(default_factory=dict)
 
 

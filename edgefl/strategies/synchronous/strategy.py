@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from edgefl.core.types import (
+    EPSILON,
     Array,
     CollectiveConfig,
     Decision,
@@ -275,6 +276,7 @@ class SynchronousStrategy(Strategy[R]):
                 if weight is None:
                     continue
                 self.on_update(state, open_round, update)
+                state.epsilon = max(state.epsilon, update.metrics.extra.get(EPSILON, 0.0))
                 open_round.answers.add_update(device_id, update)
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
@@ -324,6 +326,8 @@ class SynchronousStrategy(Strategy[R]):
 
     def facts(self, state: R) -> Mapping[str, float]:
         privacy = self.rules.privacy
+        if self.rules.example_privacy is not None:
+            return {"epsilon": state.epsilon}
         if privacy is None:
             return {}
         return {"epsilon": privacy.compute_spent(state.version), "clip_norm": privacy.get_clip(state.clip)}

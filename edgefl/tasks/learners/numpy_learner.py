@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -24,6 +24,8 @@ from edgefl.tasks.registry import validate_accelerator
 EVALUATION_BATCH_SIZE = 1024
 GELU_FACTOR, GELU_CUBE = float(np.sqrt(2 / np.pi)), 0.044715
 """Of the approximation by tanh in Hendrycks, Gimpel, Gaussian Error Linear Units, 2016."""
+CLIP_ROUNDING = 1.0 - 2.0**-18
+"""Factor of clipped gradients, so that rounding to single precision leaves none above the norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +235,40 @@ class NumpyLearner(ArrayLearner):
         self._backward(inputs, sums, delta)
         return loss
 
+    def sum_clipped_gradients(self, batch: Dataset, clip: float) -> float:
+        """Fills `gradients` with the sum of the examples' clipped gradients; see `ExampleGradients`.
+
+        The gradient of a layer's weights by one example is an outer product, whose norm is that of its factors: none
+        is ever written out.
+
+        Source: Goodfellow, Efficient Per-Example Gradient Computations, 2015.
+        """
+        if not len(batch):
+            for gradient in self._gradients.values():
+                gradient[...] = 0.0
+            return 0.0
+        inputs, sums = self._forward(batch.inputs)
+        targets = select_targets(self._loss, batch, inputs[0], sums[-1].shape)
+        values, delta = self._loss.compute(sums[-1], targets)
+        if batch.weights is not None:
+            values, delta = values * batch.weights, delta * batch.weights[:, None].astype(delta.dtype)
+        layers, squares = [], np.zeros(len(batch))
+        for number, row in self._iterate_deltas(inputs, sums, delta):
+            weight, bias = self._layers[number]
+            of_row = np.square(row, dtype=np.float64).sum(axis=1)
+            if weight in self._gradients:
+                squares += of_row * np.square(inputs[number], dtype=np.float64).sum(axis=1)
+            if bias in self._gradients:
+                squares += of_row
+            layers.append((number, row))
+        factors = compute_clip_factors(np.sqrt(squares), clip)
+        for number, row in layers:
+            # Not by a factor of 0: a NaN would stay.
+            kept = np.where(factors[:, None] > 0.0, row * factors[:, None], 0.0).astype(row.dtype)
+            layer_inputs = np.where(factors[:, None] > 0.0, inputs[number], 0.0).astype(row.dtype)
+            self._fill_gradients(number, layer_inputs, kept)
+        return float(values[factors > 0.0].sum())
+
     def evaluate(self, data: Dataset) -> tuple[float, float]:
         with np.errstate(over="ignore", invalid="ignore"):
             return evaluate_in_batches(data, EVALUATION_BATCH_SIZE, self._evaluate_batch)
@@ -267,15 +303,32 @@ class NumpyLearner(ArrayLearner):
         return layer_inputs, sums
 
     def _backward(self, layer_inputs: list[Array], sums: list[Array], delta: Array) -> None:
+        for layer, of_layer in self._iterate_deltas(layer_inputs, sums, delta):
+            self._fill_gradients(layer, layer_inputs[layer], of_layer)
+
+    def _iterate_deltas(
+        self, layer_inputs: list[Array], sums: list[Array], delta: Array
+    ) -> Iterator[tuple[int, Array]]:
+        """Yields each layer, last first, and the slopes of the loss by its sums, [n, outputs]."""
         for layer in reversed(range(len(self._layers))):
-            weight, bias = self._layers[layer]
-            if weight in self._gradients:
-                np.matmul(delta.T, layer_inputs[layer], out=self._gradients[weight])
-            if bias in self._gradients:
-                np.sum(delta, axis=0, out=self._gradients[bias])
+            yield layer, delta
             if layer > self._first_trained:
                 slope = self._activation.derive(sums[layer - 1], layer_inputs[layer])
-                delta = (delta @ self._parameters[weight]) * slope
+                delta = (delta @ self._parameters[self._layers[layer][0]]) * slope
+
+    def _fill_gradients(self, layer: int, layer_inputs: Array, delta: Array) -> None:
+        weight, bias = self._layers[layer]
+        if weight in self._gradients:
+            np.matmul(delta.T, layer_inputs, out=self._gradients[weight])
+        if bias in self._gradients:
+            np.sum(delta, axis=0, out=self._gradients[bias])
+
+
+def compute_clip_factors(norms: Array, clip: float) -> Array:
+    """Returns the factors by which gradients of these norms are shortened to `clip`; 0 without a finite norm."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(norms > clip * CLIP_ROUNDING, clip / norms * CLIP_ROUNDING, 1.0)
+    return np.where(np.isfinite(norms), factors, 0.0)
 
 
 def find_target(name: str, tensor: Tensor, into: Mapping[str, Any]) -> tuple[Any, Array]:

@@ -25,11 +25,12 @@ from edgefl.core.named_arrays import unwrap_inputs
 from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
 from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
+from edgefl.tasks.learners.numpy_learner import compute_clip_factors, evaluate_in_batches, find_target
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
+from edgefl.tasks.losses.torch_only_losses import Contrastive
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.onnx_graph import (
     OnnxGraph,
@@ -55,6 +56,8 @@ TORCHVISION = "torchvision:"
 _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
 """Models of torchvision that have more outputs, unless they are told to have one."""
 
+MAX_GRADIENT_VALUES = 8_000_000
+"""Numbers in the gradients of the examples that are differentiated at once, 32 MB, for small devices."""
 MAX_EVALUATION_VALUES = 2_000_000
 """Approximate number of input values per evaluation batch, so that a large model fits a small device."""
 
@@ -289,6 +292,94 @@ class TorchLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.item())
 
+    def sum_clipped_gradients(self, batch: Dataset, clip: float) -> float:
+        """Fills `gradients` with the sum of the examples' clipped gradients; see `ExampleGradients`.
+
+        Each example goes through the network by itself, many of them at a time (`torch.func.vmap`): layers that
+        normalise over the batch are refused, since alone it has none.
+
+        Raises:
+            TaskError: the network or the loss mixes examples, or torch cannot differentiate by example.
+        """
+        self.check_examples_apart()
+        self.start_training(len(batch))
+        if not len(batch):
+            return 0.0
+        features = self._compute_features(batch.inputs)
+        targets = self._convert_targets(batch, features)
+        weights = np.ones(len(batch), np.float32) if batch.weights is None else batch.weights.astype(np.float32)
+        inputs = {name: self._to_tensor(array) for name, array in _name_inputs(features).items()}
+        size = max(1, MAX_GRADIENT_VALUES // max(1, sum(value.numel() for value in self._gradients.values())))
+        total = 0.0
+        for start in range(0, len(batch), size):
+            rows = slice(start, start + size)
+            total += self._add_clipped(
+                {name: value[rows] for name, value in inputs.items()},
+                self._to_tensor(targets[rows]),
+                self._to_tensor(weights[rows]),
+                clip,
+            )
+        return total
+
+    def check_examples_apart(self) -> None:
+        """Raises a `TaskError` where the network or the loss mixes the examples of a batch."""
+        if self._normalisations:
+            name = type(self._normalisations[0]).__name__
+            raise TaskError(
+                f'{name} mixes the examples of a batch, which privacy.unit = "example" does not allow; take a model '
+                "with GroupNorm or LayerNorm"
+            )
+        if isinstance(self._loss, Contrastive | MultiTask):
+            raise TaskError(
+                f'privacy.unit = "example" needs a loss of one target of an example by itself, got {self._loss.name}'
+            )
+
+    def _convert_targets(self, batch: Dataset, features: Inputs) -> Array:
+        """Returns the batch's targets for the outputs that its first example has."""
+        first = (
+            {name: array[:1] for name, array in features.items()} if isinstance(features, Mapping) else features[:1]
+        )
+        with self._torch.no_grad():
+            outputs = self.apply(self._module, first)
+        return select_targets(self._loss, batch, features, (len(batch), *outputs.shape[1:]))
+
+    def _add_clipped(
+        self, inputs: Mapping[str, torch.Tensor], targets: torch.Tensor, weights: torch.Tensor, clip: float
+    ) -> float:
+        """Adds the clipped gradients of some examples to `gradients`, and returns the sum of their losses."""
+        trained = {name: self._parameters[name] for name in self._gradients}
+        others = {name: value for name, value in self._tensors.items() if name not in trained}
+
+        def compute_loss(
+            parameters: Mapping[str, Any], example: Mapping[str, Any], target: Any, weight: Any
+        ) -> tuple[Any, Any]:
+            alone = {name: value.unsqueeze(0) for name, value in example.items()}
+            arguments: Any = ((alone.pop(""),), alone) if "" in alone else ((), alone)
+            outputs = self._torch.func.functional_call(self._module, ({**parameters, **others},), *arguments)
+            loss = weight * self._torch_loss.compute_from(outputs, target.unsqueeze(0))[0]
+            return loss, loss.detach()
+
+        by_example = self._torch.func.vmap(
+            self._torch.func.grad(compute_loss, has_aux=True), in_dims=(None, 0, 0, 0), randomness="different"
+        )
+        try:
+            gradients, losses = by_example(trained, dict(inputs), targets, weights)
+        except (MemoryError, self._torch.OutOfMemoryError, TaskError):
+            raise
+        except Exception as error:  # a module of the user's own may raise anything
+            raise TaskError(
+                f"torch cannot differentiate {type(self._module).__name__} by example, which privacy.unit = "
+                f'"example" needs: {type(error).__name__}: {get_first_line(error)}'
+            ) from error
+        norms = sum(value.double().flatten(1).square().sum(dim=1) for value in gradients.values()).sqrt()
+        factors = self._torch.from_numpy(compute_clip_factors(norms.cpu().numpy(), clip)).to(self._device)
+        is_kept = factors > 0.0
+        for name, gradient in self._gradients.items():
+            # Not by a factor of 0: a NaN would stay.
+            rows, kept = gradients[name].flatten(1)[is_kept], factors[is_kept].to(gradient.dtype)
+            gradient += (kept @ rows).reshape(gradient.shape)  # noqa: PLW2901 in place: the module's own
+        return float(losses[is_kept].sum())
+
     def evaluate(self, data: Dataset) -> tuple[float, float]:
         self._module.eval()
         with self._torch.no_grad():
@@ -356,10 +447,16 @@ def module_shapes(module: torch.nn.Module) -> ModelSpec:
     return (*parameters, *buffers)
 
 
+def _name_inputs(features: Inputs) -> Mapping[str, Array]:
+    """Returns inputs by name; one array alone has the name ""."""
+    return features if isinstance(features, Mapping) else {"": features}
+
+
 def _format_arrays(arrays: Inputs) -> str:
     """Returns types and shapes of one example, such as `float32 [8, 8]`, or `age int64 [], image float32 [8, 8]`."""
-    named = arrays if isinstance(arrays, Mapping) else {"": arrays}
-    return ", ".join(f"{name} {array.dtype} {[*array.shape[1:]]}".strip() for name, array in named.items())
+    return ", ".join(
+        f"{name} {array.dtype} {[*array.shape[1:]]}".strip() for name, array in _name_inputs(arrays).items()
+    )
 
 
 def _select_device(accelerator: str) -> torch.device:

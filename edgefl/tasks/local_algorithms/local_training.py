@@ -13,6 +13,14 @@ from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, T
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 from edgefl.tasks.local_algorithms.consistency import ConsistentAlgorithm
+from edgefl.tasks.local_algorithms.example_privacy import (
+    PrivateLearner,
+    PrivateSteps,
+    RunAccount,
+    iterate_samples,
+    make_private_steps,
+    make_system_rng,
+)
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
 from edgefl.tasks.local_algorithms.personal_training import MixedAlgorithm, PulledAlgorithm, list_parts
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
@@ -26,7 +34,7 @@ class LocalTrainingResult:
     `displacement` is w_end - w_start for every tensor in the task's order, integer buffers included; `loss` is
     the mean over the examples trained on, each at the moment it was used; `num_examples` is the shard's size.
     `algorithm_state` is the state passed to the run's next instruction by a plan that keeps it. `personal` is the
-    device's personal copy, where the plan trains one.
+    device's personal copy, where the plan trains one. `epsilon` is what the run has spent of the examples' privacy.
     """
 
     displacement: dict[str, Array]
@@ -36,9 +44,10 @@ class LocalTrainingResult:
     compute_s: float
     algorithm_state: Mapping[str, Array] | None = None
     personal: Mapping[str, Array] | None = None
+    epsilon: float | None = None
 
 
-def train(  # noqa: PLR0913 the last three by name
+def train(  # noqa: PLR0913 the last ones by name
     learner: Learner,
     data: Dataset,
     plan: TrainConfig,
@@ -50,6 +59,7 @@ def train(  # noqa: PLR0913 the last three by name
     algorithm: LocalAlgorithm | None = None,
     local_names: Collection[str] = (),
     personal: Mapping[str, Array] | None = None,
+    account: RunAccount | None = None,
 ) -> LocalTrainingResult:
     """Trains from the learner's present weights until the budget is spent, at least one iteration.
 
@@ -71,9 +81,10 @@ def train(  # noqa: PLR0913 the last three by name
         algorithm: the local algorithm; None for the plan's.
         local_names: the tensors that stay on the device.
         personal: the device's personal copy so far; None starts it from the model.
+        account: of the examples' privacy, which a plan with `privacy` is charged to before this returns.
 
     Raises:
-        DataError: there are no examples.
+        DataError: there are no examples, or there is no room in the account.
         ConfigError: the plan is invalid, names an unknown algorithm, has an option unknown to it, or trains local
             tensors where there are none.
     """
@@ -83,10 +94,15 @@ def train(  # noqa: PLR0913 the last three by name
     algorithm = algorithm or make_local_algorithm(plan)
     _reseed(learner, rng)
     start, limit, kept = learner.read(), plan.count_iterations(len(data)), None
+    private = None if plan.privacy is None else _make_private(learner, data, plan, account, limit or 0)
     loop = _TrainingLoop(data, plan, rng, clock, on_iteration)
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
-        if plan.head_epochs is None:
+        if private is not None:
+            loop.run(
+                private.learner, algorithm, limit, algorithm_state if plan.keeps_state else None, private.samples
+            )
+        elif plan.head_epochs is None:
             mixed = _make_mixed(algorithm, plan, personal)
             algorithm = _make_consistent(algorithm, data, plan, rng)
             limit_of_model = limit if limit is None or plan.personal_lambda is None else limit // 2
@@ -95,7 +111,7 @@ def train(  # noqa: PLR0913 the last three by name
         else:
             for part, limit in list_parts(learner, plan, len(data), local_names):
                 loop.run(part, make_local_algorithm(plan), limit)
-        displacement, loss = compute_displacement(start, learner.read()), loop.loss_sum / loop.num_seen
+        displacement, loss = compute_displacement(start, learner.read()), loop.loss_sum / max(1, loop.num_seen)
         if plan.personal_lambda is not None:
             learner.load(personal or start)
             loop.run(learner, PulledAlgorithm(make_local_algorithm(plan), start, plan.personal_lambda), limit)
@@ -108,6 +124,33 @@ def train(  # noqa: PLR0913 the last three by name
         compute_s=clock() - loop.started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
         personal=kept,
+        epsilon=None if private is None else private.account.charge(private.steps, loop.iterations),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrivateTraining:
+    learner: PrivateLearner
+    samples: Iterator[Dataset]
+    steps: PrivateSteps
+    account: RunAccount
+
+
+def _make_private(
+    learner: Learner, data: Dataset, plan: TrainConfig, account: RunAccount | None, limit: int
+) -> _PrivateTraining:
+    """Returns what private steps need, where the account has room for them."""
+    if account is None:
+        raise ConfigError('privacy.unit = "example" needs an account of what is spent, and nobody keeps one here')
+    rows = _find_labelled(data)
+    rows = np.arange(len(data)) if rows is None else rows
+    steps, rng = make_private_steps(plan, len(rows), limit), make_system_rng()
+    account.check_room(steps, limit)
+    return _PrivateTraining(
+        learner=PrivateLearner(learner, steps, rng),
+        samples=iterate_samples(data, rows, steps.sampling, rng),
+        steps=steps,
+        account=account,
     )
 
 
@@ -163,15 +206,18 @@ class _TrainingLoop:
         algorithm: LocalAlgorithm,
         limit: int | None,
         state: Mapping[str, Array] | None = None,
+        batches: Iterator[Dataset] | None = None,
     ) -> None:
         """Makes steps, at least one, until there are `limit` in all, the seconds are over, or it is to finish.
 
-        The algorithm starts from `state`, where it takes one.
+        The algorithm starts from `state`, where it takes one; without `batches` every example is in one of an epoch.
         """
         algorithm.start(learner)
         if state and isinstance(algorithm, StatefulLocalAlgorithm):
             algorithm.restore(state)
-        for batch in _iterate_labelled(self._data, self._plan.batch_size, self._rng):
+        for batch in batches or _iterate_batches(
+            self._data, self._plan.batch_size, self._rng, _find_labelled(self._data)
+        ):
             self.loss_sum += len(batch) * learner.gradient(batch)
             algorithm.step(learner, batch)
             self.iterations += getattr(algorithm, "gradients_per_batch", 1)
@@ -186,8 +232,8 @@ class _TrainingLoop:
         algorithm.finish(learner)
 
 
-def _iterate_labelled(data: Dataset, batch_size: int, rng: Generator) -> Iterator[Dataset]:
-    """Yields batches of the examples that have a label, endlessly.
+def _find_labelled(data: Dataset) -> Array | None:
+    """Returns the rows of the examples that have a label; None where all have one.
 
     Raises:
         DataError: none has one.
@@ -196,7 +242,7 @@ def _iterate_labelled(data: Dataset, batch_size: int, rng: Generator) -> Iterato
     rows = None if unlabelled is None else np.flatnonzero(~unlabelled)
     if rows is not None and not len(rows):
         raise DataError(f"none of the {len(data)} examples in the training part of the shard has a label")
-    return _iterate_batches(data, batch_size, rng, rows)
+    return rows
 
 
 def _iterate_batches(data: Dataset, batch_size: int, rng: Generator, rows: Array | None = None) -> Iterator[Dataset]:

@@ -8,6 +8,7 @@ a class that inherits from `LocalAlgorithm` and is constructed with the `TrainCo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +27,14 @@ from edgefl.tasks.local_algorithms.optimizers import (
 )
 from edgefl.tasks.local_algorithms.scaffold import ScaffoldSgd
 
+
+def _make_private(plan: TrainConfig) -> LocalAlgorithm:
+    """Returns the algorithm that gets the private gradients."""
+    plan.check()
+    assert plan.privacy is not None
+    return make_local_algorithm(replace(plan, algorithm=plan.privacy.optimizer, privacy=None))
+
+
 BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
     {
         Algorithm.SGD: Sgd,
@@ -37,6 +46,7 @@ BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyTy
         Algorithm.ADAGRAD: Adagrad,
         Algorithm.ADADELTA: Adadelta,
         Algorithm.SCAFFOLD: ScaffoldSgd,
+        Algorithm.DP_SGD: _make_private,
     }
 )
 

@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from edgefl import __version__
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import encode_delta
 from edgefl.core.clusters import make_stack_shapes, make_update_shapes
-from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
+from edgefl.core.protocol import model_fingerprint
+from edgefl.core.renyi_accounting import compute_divergences, compute_epsilon
+from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, TrainConfig, derive_rng
 from edgefl.device.hardware.health import HealthSampler, LinkQuality
 from edgefl.device.training import trainer
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
@@ -24,6 +29,7 @@ from edgefl.strategies.synchronous.scaffold import encode_control_variate
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.classification import ClassificationTask
 from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
+from edgefl.tasks.local_algorithms import registry
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.metrics.exact_sums import read_sum
 from edgefl.tasks.registry import make_task
@@ -808,3 +814,111 @@ def test_a_board_trains_and_evaluates_the_cluster_model_that_fits_its_examples_b
 def test_a_number_of_cluster_models_that_is_out_of_bounds_is_refused(device, clusters):
     header, body = device.train(clusters=clusters)
     assert (f"clusters must be 2 to 16, got {clusters!r}" in header["error"], body) == (True, b""), header["error"]
+
+
+PRIVACY = {"optimizer": "sgd", "clip": 1.0, "epsilon": 8.0, "delta": 1e-5, "noise": 1.5}
+PRIVATE = {"algorithm": "dp-sgd", "privacy": PRIVACY}
+
+
+NUM_TRAINED = 88
+"""Of the 120 examples of the shard."""
+
+
+def compute_spent(steps):
+    return compute_epsilon(compute_divergences(16 / NUM_TRAINED, 1.5, steps), 1e-5)
+
+
+def test_a_private_update_says_what_its_run_has_spent_over_a_restart_too(device, tmp_path, shard):
+    replies = [device.train(plan=PRIVATE), device.train(plan=PRIVATE, assignment="r/a-2")]
+    restarted = Device(tmp_path, {"digits": str(shard)})
+    replies += [restarted.train(plan=PRIVATE, assignment="r/a-3"), restarted.train(plan=PRIVATE, run="other")]
+    spent = [header["metrics"]["extra"]["epsilon"] for header, _ in replies]
+    assert spent == pytest.approx([compute_spent(3), compute_spent(6), compute_spent(9), compute_spent(3)])
+    assert {header["metrics"]["num_examples"] for header, _ in replies} == {NUM_TRAINED}
+    assert len({body for _, body in replies}) == 4  # two boards of one name and seed share no noise
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from test_trainer import PRIVATE, Device
+device = Device(Path(sys.argv[1]), {"digits": sys.argv[2]})
+device.trainer._encode_update = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+device.train(plan=PRIVATE)
+"""
+
+
+def test_a_board_that_is_killed_between_training_and_sending_has_spent_it(device, tmp_path, shard):
+    folders = [str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(shard)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    header, _ = device.train(plan=PRIVATE)
+    assert header["metrics"]["extra"]["epsilon"] == pytest.approx(compute_spent(6))
+
+
+def test_a_board_whose_budget_of_the_run_is_spent_declines_and_trains_nothing(device):
+    tight = {**PRIVATE, "privacy": {**PRIVACY, "epsilon": compute_spent(7)}}
+    assert all("error" not in device.train(plan=tight)[0] for _ in range(2))
+    header, body = device.train(plan=tight)
+    assert (body, "metrics" in header) == (b"", False)
+    assert "this board's budget of the run is spent: another 3 steps would come to epsilon" in header["error"]
+
+
+def test_a_damaged_account_of_privacy_trains_nothing(device, tmp_path):
+    (tmp_path / "example_privacy.json").write_text("{")
+    header, body = device.train(plan=PRIVATE)
+    assert (body, "it is not known how much privacy" in header["error"]) == (b"", True)
+
+
+def test_a_board_that_does_not_know_privacy_refuses_the_plan_and_trains_nothing(device, monkeypatch):
+    """A release before: its plans have no such field, which `from_json` drops, and no such algorithm."""
+    plan = {**device.header()["plan"], **PRIVATE}
+    monkeypatch.setattr(TrainConfig, "_check_privacy", lambda *_: None)
+    older = {name: make for name, make in registry.BUILT_IN.items() if name != "dp-sgd"}
+    monkeypatch.setattr(registry, "BUILT_IN", older)
+    del plan["privacy"]
+    header, body = device.trainer.train(device.header(plan=plan), device.model())
+    assert (body, "local algorithm 'dp-sgd' is not installed on this board" in header["error"]) == (b"", True)
+
+
+def limited(tmp_path, shard, limit):
+    device = Device(tmp_path, {"digits": str(shard)})
+    device.trainer._get_max_epsilon = lambda: limit
+    return device
+
+
+READY = {"phase": "can", "edgefl": __version__, "needs": {}}
+
+
+def test_a_board_whose_owner_limits_epsilon_takes_part_in_private_runs_alone(tmp_path, shard):
+    device = limited(tmp_path, shard, 3.0)
+    for changes in ({}, ASKED, {"plan": {**device.header()["plan"], "algorithm": "dp-sgd"}}):
+        header, body = device.trainer.train(device.header(**changes), device.model())
+        assert (body, "lets a task spend at most epsilon = 3" in header["error"]) == (b"", True)
+    layout = model_fingerprint(device.shapes)
+    answer, _ = device.trainer.train(device.header(**READY, layout=layout), b"")
+    assert (answer["ready"], "has no bound" in answer["reason"]) == (False, True)
+    answer, _ = device.trainer.train(device.header(**READY, layout=layout, privacy="example"), b"")
+    assert answer["ready"]
+    assert "error" not in device.train(plan=PRIVATE)[0]
+
+
+def test_the_owners_limit_holds_over_runs_and_whatever_delta_they_say(tmp_path, shard):
+    device = limited(tmp_path, shard, compute_spent(8))
+    loose = {**PRIVATE, "privacy": {**PRIVACY, "delta": 0.9, "epsilon": 1000.0}}
+    replies = [device.train(plan=loose, run=f"r{number}")[0] for number in range(3)]
+    assert ["error" in reply for reply in replies] == [False, False, True]
+    assert "the limit of this board's owner is reached" in replies[2]["error"]
+    device.trainer._get_max_epsilon = lambda: compute_spent(5)
+    answer, _ = device.trainer.train(device.header(**READY, privacy="example"), b"")
+    assert (answer["ready"], "limit of this board's owner" in answer["reason"]) == (False, True)
+
+
+def test_a_board_without_gradients_by_example_is_not_ready_for_a_private_run(own, tmp_path):
+    device = Device(tmp_path, {OWN_TASK: "somewhere"}, task=OWN_TASK)
+    header = device.header(**READY, layout=model_fingerprint(device.shapes), privacy="example")
+    answer, _ = device.trainer.train(header, b"")
+    assert (answer["ready"], "has no gradients by example" in answer["reason"]) == (False, True)

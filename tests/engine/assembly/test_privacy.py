@@ -192,3 +192,77 @@ def test_sampled_rounds_have_some_of_the_boards(accounted, tmp_path, caplog):
     assert len(numbers) == 12
     assert len(set(numbers)) > 1
     assert "take part with probability 0.5" in caplog.text
+
+
+def example_tables(**sections):
+    """Tables of a run with private examples; None leaves a setting out."""
+    base = {"unit": "example", "boards": None}
+    whole = tables(guard={"enabled": True}, **{**sections, "privacy": {**base, **sections.get("privacy", {})}})
+    return {name: {key: item for key, item in table.items() if item is not None} for name, table in whole.items()}
+
+
+def build_example(**sections):
+    return build_run(parse_run(example_tables(**sections)), "r")
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"strategy": {"name": "scaffold"}}, "strategy.name must be one of fedavg, .*'scaffold'"),
+        ({"strategy": {"name": "ssgd"}}, "strategy.name must be one of fedavg, .*'ssgd'"),
+        ({"strategy": {"name": "ecl-isvr"}}, "strategy.name must be one of fedavg, .*'ecl-isvr'"),
+        ({"strategy": {"name": "ifca"}}, "strategy.name must be one of fedavg, .*'ifca'"),
+        ({"strategy": {"optimizer": "scaffold"}}, "a private gradient goes to one of .*'scaffold'"),
+        ({"strategy": {"optimizer": "dp-sgd"}}, "a?lgorithm dp-sgd goes with privacy and with nothing else"),
+        ({"strategy": {"optimizer": "mine"}}, "a private gradient goes to one of .*'mine'"),
+        ({"strategy": {"seconds": 2.0}}, "does not go with seconds"),
+        ({"strategy": {"personal_lambda": 0.5}}, "does not go with personal copies"),
+        ({"strategy": {"head_epochs": 1.0}}, "does not go with head_epochs"),
+        ({"aggregation": {"collective": "ring"}}, "aggregation.collective must be 'coordinator'"),
+        ({"split": {"after": "fc1"}}, "split.after must be left out"),
+        ({"adapt": {"method": "lora"}}, "adapt.method must be 'none'"),
+        ({"run": {"backend": "onnx"}}, 'run.backend must be "torch" .*got "onnx"'),
+        ({"run": {"rounds": None, "seconds": 60.0}}, "privacy.noise is missing: give it, or run.rounds"),
+        ({"privacy": {"noise": 0.05}}, "privacy.noise must be a number at least 0.1"),
+        ({"privacy": {"clip": "adaptive"}}, "privacy.clip must be a number with unit"),
+        ({"privacy": {"sampling": 0.5}}, "privacy.sampling must be left out with unit"),
+        ({"privacy": {"boards": 5}}, "privacy.boards must be left out with unit"),
+        ({"privacy": {"delta": None}}, "privacy.delta is missing"),
+    ],
+)
+def test_private_examples_go_with_nothing_that_uses_them_otherwise(sections, line):
+    with pytest.raises(ConfigError, match=line):
+        build_example(**sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("fedavg", "sgd"), ("fedprox", "prox"), ("fednova", "sgd"), ("krum", "sgd")]
+)
+def test_boards_are_told_to_train_privately_by_a_name_that_older_ones_refuse(name, optimizer):
+    built = build_example(strategy={"name": name})
+    plan = built.strategy.plan
+    assert (plan.algorithm, plan.privacy.optimizer, plan.privacy.rounds) == ("dp-sgd", optimizer, 5)
+    assert (plan.privacy.epsilon, plan.privacy.delta, plan.privacy.clip, plan.privacy.noise) == (8.0, 1e-3, 1.0, None)
+    assert built.header["privacy"] == "example"
+    assert "privacy" not in build_run(parse_run({**tables(), "privacy": {}}), "r").header
+
+
+def test_what_private_examples_are_promised_is_said_in_one_line():
+    built = build_example()
+    line = explain_privacy(built.config, get_private_mean(built.strategy))
+    assert "each example has differential privacy on its board, against the coordinator, too: epsilon 8 at" in line
+    assert "each board takes the least noise with which 5 rounds of its examples fit" in line
+    line = explain_privacy(build_example(privacy={"noise": 2.0}).config, None)
+    assert "noise multiplier 2, and a board takes part as long as its budget lasts" in line
+
+
+def test_a_run_with_private_examples_shows_the_most_that_a_board_has_spent(tmp_path):
+    result = edgefl.simulate(example_tables(simulation={"scheme": "dirichlet:0.5"}), devices=3, root=tmp_path)
+    with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
+        spent = [row["facts"]["epsilon"] for row in read_history(store, "rounds", run=result.run_id)]
+        rows = read_history(store, "updates", run=result.run_id)
+        reported = [row["metrics"]["epsilon"] for row in rows]
+    assert len(spent) == 5
+    assert spent == sorted(spent)
+    assert max(reported) == spent[-1]
+    assert 7.9 < spent[-1] <= 8.0

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Dataset, TensorKind, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.images import cifar10, fashion_mnist, mnist
+from edgefl.tasks.learners import torch_learner
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
 from edgefl.tasks.local_algorithms.local_training import train
@@ -577,3 +579,87 @@ def test_why_a_module_does_not_take_inputs_is_in_the_log(caplog):
         TorchLearner(module, threads=1).check_inputs(np.zeros((3, 6)))
     assert caught.value.__cause__ is module.error
     assert "in forward" in caplog.text
+
+
+def sum_one_by_one(learner, data, clip):
+    total = {name: np.zeros(tuple(value.shape)) for name, value in learner.gradients.items()}
+    for row in range(len(data)):
+        learner.gradient(data.take([row]))
+        gradient = {name: value.double().numpy().copy() for name, value in learner.gradients.items()}
+        norm = np.sqrt(sum(np.square(value).sum() for value in gradient.values()))
+        for name, value in gradient.items():
+            total[name] += min(1.0, clip / max(1e-30, norm)) * value
+    return total
+
+
+GROUPS = [torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 4, 2), torch.nn.GroupNorm(2, 4), torch.nn.Flatten()]
+
+
+@pytest.mark.parametrize("weights", [None, np.linspace(0.5, 2.0, 24)])
+@pytest.mark.parametrize("values", [8_000_000, 200])
+def test_the_clipped_sum_is_that_of_one_example_at_a_time(weights, values, monkeypatch):
+    monkeypatch.setattr(torch_learner, "MAX_GRADIENT_VALUES", values)
+    torch.manual_seed(0)
+    learner = TorchLearner(torch.nn.Sequential(*GROUPS, torch.nn.Linear(8, 4)), threads=1)
+    data = replace(some_data(), weights=weights)
+    expected = sum_one_by_one(learner, data, 0.7)
+    learner.sum_clipped_gradients(data, 0.7)
+    for name, value in learner.gradients.items():
+        np.testing.assert_allclose(value.numpy(), expected[name], atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse", lambda outputs, targets: outputs[:, 0] ** 2 * targets])
+def test_clipped_sums_in_torch_are_those_by_hand_for_every_loss(pair, loss):
+    by_hand, by_torch = pair
+    start = by_torch.read()
+    by_torch = TorchLearner(torch.nn.Linear(6, 4), threads=1, loss=loss)
+    by_torch.load(start)
+    data = some_data()
+    expected = sum_one_by_one(by_torch, data, 0.1)
+    by_torch.sum_clipped_gradients(data, 0.1)
+    for name, value in by_torch.gradients.items():
+        np.testing.assert_allclose(value.numpy(), expected[name], atol=1e-4)
+    if loss == "cross-entropy":
+        by_hand.sum_clipped_gradients(data, 0.1)
+        for name, value in by_hand.gradients.items():
+            np.testing.assert_allclose(value, expected[name.removeprefix("fc1.")], atol=1e-4)
+
+
+def test_an_example_without_a_finite_gradient_counts_as_none_and_an_empty_batch_as_zero():
+    learner, data = TorchLearner(torch.nn.Linear(6, 4), threads=1), some_data()
+    data.inputs[3, 2] = np.nan
+    learner.sum_clipped_gradients(data, 0.5)
+    with_it = {name: value.numpy().copy() for name, value in learner.gradients.items()}
+    learner.sum_clipped_gradients(data.take(np.arange(24) != 3), 0.5)
+    for name, value in learner.gradients.items():
+        np.testing.assert_allclose(value.numpy(), with_it[name], atol=1e-6)
+    assert learner.sum_clipped_gradients(data.take(np.arange(0)), 0.5) == 0.0
+    assert not any(value.any() for value in learner.gradients.values())
+
+
+class Branching(torch.nn.Linear):
+    """Goes by the numbers of a batch, which are not known where many are computed at a time."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (2.0 if float(inputs.sum()) > 0 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "line"),
+    [
+        (normalised, "cross-entropy", "BatchNorm1d mixes the examples of a batch"),
+        (
+            lambda: torch.nn.Linear(6, 4),
+            "contrastive",
+            "needs a loss of one target of an example by itself, got contrast",
+        ),
+        (Branching, "cross-entropy", "torch cannot differentiate Branching by example"),
+    ],
+)
+def test_what_has_no_gradients_by_example_is_refused_in_one_line(make, loss, line):
+    with pytest.raises(TaskError, match=line) as caught:
+        TorchLearner(make(), threads=1, loss=loss).sum_clipped_gradients(some_data(), 0.5)
+    assert "\n" not in str(caught.value)
