@@ -63,8 +63,11 @@ def privacy(  # noqa: PLR0913 the options of one command
     round's mean, in units of the clip, and `norm_of_noise` the length of all of it: a run learns little where that is
     well above 1. With `--unit example` both are of a step's mean gradient.
     """
-    needed = {"device": {"--boards": boards}, "example": {"--examples": examples, "--batch": batch}}
-    foreign = {
+    needed: dict[str, dict[str, int | None]] = {
+        "device": {"--boards": boards},
+        "example": {"--examples": examples, "--batch": batch},
+    }
+    foreign: dict[str, dict[str, float | None]] = {
         "device": {"--examples": examples, "--batch": batch, "--steps": steps},
         "example": {"--boards": boards, "--sampling": sampling},
     }
