@@ -11,12 +11,12 @@ Source: Mironov, Talwar, Zhang, Rényi Differential Privacy of the Sampled Gauss
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array
+from edgefl.core.types import MIN_NOISE, Array
 
 ORDERS: tuple[float, ...] = (
     *(1.0 + tenth / 10 for tenth in range(1, 100)),
@@ -33,7 +33,7 @@ _TAIL = 12.0
 """Standard deviations behind which a normal density counts as 0."""
 
 
-@cache
+@lru_cache(maxsize=8192)
 def _compute_divergence(order: float, sampling: float, noise: float) -> float:
     """Returns log E[(1 - q + q·exp((2x - 1)/2z²))^o] / (o - 1) of x ~ N(0, z²), o being the order.
 
@@ -71,9 +71,9 @@ def compute_epsilon(divergences: Array, delta: float) -> float:
     return max(0.0, float(epsilons.min()))
 
 
-@cache
+@lru_cache(maxsize=256)
 def find_noise(epsilon: float, delta: float, sampling: float, steps: int) -> float:
-    """Returns the least noise multiplier with which some steps fit into a budget.
+    """Returns the least noise multiplier, of at least `MIN_NOISE`, with which some steps fit into a budget.
 
     Raises:
         ConfigError: there is none.
@@ -82,7 +82,9 @@ def find_noise(epsilon: float, delta: float, sampling: float, steps: int) -> flo
     def fits(noise: float) -> bool:
         return compute_epsilon(compute_divergences(sampling, noise, steps), delta) <= epsilon
 
-    low, high = 0.0, 1.0
+    if fits(MIN_NOISE):
+        return MIN_NOISE
+    low, high = MIN_NOISE, 1.0
     while not fits(high):
         low, high = high, 2.0 * high
         if high > MAX_NOISE:

@@ -306,6 +306,8 @@ def _known(cls: type[Any], value: object) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name in names}
 
 
+MIN_NOISE = 0.1
+"""Least noise multiplier of private examples; below it a budget says nothing."""
 PRIVATE_OPTIMIZERS = frozenset(
     {
         Algorithm.SGD, Algorithm.DECAY, Algorithm.PROX, Algorithm.ADAM, Algorithm.RMSPROP, Algorithm.ADAGRAD,
@@ -333,7 +335,7 @@ class ExamplePrivacy:
     clip: float = field(metadata={"above": 0, "at_most": 1e9})
     epsilon: float = field(metadata={"above": 0, "at_most": 1000})
     delta: float = field(metadata={"above": 0, "below": 1})
-    noise: float | None = field(default=None, metadata={"at_least": 0.1, "at_most": 1e6})
+    noise: float | None = field(default=None, metadata={"at_least": MIN_NOISE, "at_most": 1e6})
     rounds: int | None = field(default=None, metadata={"at_least": 1, "at_most": 10_000_000})
 
     @classmethod

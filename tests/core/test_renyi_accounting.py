@@ -8,6 +8,7 @@ import pytest
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.renyi_accounting import ORDERS, compute_divergences, compute_epsilon, find_noise
+from edgefl.core.types import MIN_NOISE
 from edgefl.engine.privacy_accounting import import_accounting
 
 RUNS = [
@@ -68,6 +69,10 @@ def test_the_noise_found_fits_and_hardly_less_does_not():
     noise = find_noise(4.0, 1e-5, 0.05, 300)
     assert compute_epsilon(compute_divergences(0.05, noise, 300), 1e-5) <= 4.0
     assert compute_epsilon(compute_divergences(0.05, noise * 0.999, 300), 1e-5) > 4.0
+
+
+def test_a_large_budget_has_the_least_noise_that_is_allowed():
+    assert find_noise(1000.0, 1e-5, 0.05, 3) == MIN_NOISE
 
 
 def test_a_budget_that_no_noise_keeps_is_refused_and_nothing_costs_nothing():

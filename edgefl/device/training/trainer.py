@@ -351,6 +351,9 @@ class DeviceTrainer:
         work = self._run_part if is_part(instruction.header, cached_task.task) else self._train
         if cached_task.analysis is not None:
             work = self._measure
+        is_of_one_model = work == self._train and not instruction.num_clusters and instruction.split is None
+        if instruction.plan.privacy is not None and not is_of_one_model:
+            raise TaskError('privacy.unit = "example" goes with the training of one whole model, and nothing else')
         reply, result = work(instruction, cached_task, body)
         health = {
             **(self._health_sampler.stop() if self._health_sampler is not None else {}),

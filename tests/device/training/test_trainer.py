@@ -906,6 +906,12 @@ def test_a_board_whose_owner_limits_epsilon_takes_part_in_private_runs_alone(tmp
     assert "error" not in device.train(plan=PRIVATE)[0]
 
 
+@pytest.mark.parametrize("changes", [ASKED, {"clusters": 2}])
+def test_a_private_plan_is_no_cover_for_what_has_no_bound(device, changes):
+    header, body = device.train(plan=PRIVATE, **changes)
+    assert (body, "goes with the training of one whole model" in header["error"]) == (b"", True)
+
+
 def test_the_owners_limit_holds_over_runs_and_whatever_delta_they_say(tmp_path, shard):
     device = limited(tmp_path, shard, compute_spent(8))
     loose = {**PRIVATE, "privacy": {**PRIVACY, "delta": 0.9, "epsilon": 1000.0}}
