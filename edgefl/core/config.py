@@ -18,7 +18,7 @@ from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
 from edgefl.core.settings import REST, SECRET, Faults, from_mapping, suggest_name
-from edgefl.core.types import Json, Scalar
+from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 Backend = Literal["auto", "onnx", "torch", "numpy"]
@@ -621,6 +621,8 @@ class RunConfig:
             run = {key: item for key, item in sections["run"].items() if key in JOB_RUN_SETTINGS}
             devices = {key: item for key, item in sections["devices"].items() if key not in _TRAINING_DEVICE_SETTINGS}
             kept = {name: table for name, table in sections.items() if name in {"job", "conditions"}}
+            if self.compression != CompressionSection():
+                kept["compression"] = sections["compression"]
             sections = {"run": run, **kept, "devices": devices}
         else:
             del sections["job"]
@@ -1035,9 +1037,12 @@ def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(job.get("name"), str) or not job["name"]:
         raise ConfigError(f"job.name must be a job's name, such as my_jobs:WordCount, got {job.get('name')!r:.60}")
     faults, run, devices = Faults(), tables.get("run", {}), tables.get("devices", {})
-    known = {item.name for item in fields(RunConfig)}
+    meaningful = {"run", "job", "devices", "conditions"}
+    if job["name"].startswith(APP_JOB_PREFIX):
+        meaningful.add("compression")
+    unknown = {item.name for item in fields(RunConfig)} - meaningful
     for name in tables:
-        if name in known - {"run", "job", "devices", "conditions"}:
+        if name in unknown:
             faults.messages.append(f"{name} means nothing beside job, which trains nothing; leave it out")
     unused = [f"run.{key}" for key in run if key not in JOB_RUN_SETTINGS] if isinstance(run, Mapping) else []
     if isinstance(devices, Mapping):

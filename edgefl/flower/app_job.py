@@ -79,7 +79,8 @@ class FlowerApp(Job):
 
     def work(self, context: JobContext) -> bytes:
         """Returns the ClientApp's reply to a message, or its error."""
-        from edgefl.flower.app_messages import decode_message, encode_message, split_envelope  # noqa: PLC0415 only where Flower runs
+        from edgefl.flower.app_codec import ChangeCodec  # noqa: PLC0415 only where Flower runs
+        from edgefl.flower.app_messages import TRAIN, decode_message, encode_message, split_envelope  # noqa: PLC0415 likewise
 
         envelope, message = split_envelope(context.input)
         header, content = decode_message(message)
@@ -94,6 +95,9 @@ class FlowerApp(Job):
                 "run": f"{context.run} {header['run']}",
                 "message": f"{context.part} {hashlib.sha256(context.input).hexdigest()}",
             }
+            codec = None
+            if (line := str(header.get("codec", ""))) and str(header["type"]).startswith(TRAIN):
+                codec = ChangeCodec(content, line, *key.values(), context.device_id)
             before = self._load_state(key, context.scratch)
             flower_context = self._make_context(header, context, _decode_state(before))
             reply = client(_make_message(header, content, context.part), flower_context)
@@ -107,7 +111,7 @@ class FlowerApp(Job):
         if reply.has_error():
             return encode_message({"error": reply.error.code, "reason": str(reply.error.reason)[:MAX_REASON_CHARS]})
         context.log(f"{format_label(header, content)}: {format_metrics(reply.content)}")
-        return encode_message({}, reply.content)
+        return encode_message({}, reply.content, codec)
 
     def _load_client(self) -> Any:
         if self._client is None:
@@ -176,7 +180,7 @@ def _decode_state(saved: bytes) -> RecordDict:
 
 
 def make_app_run(
-    app: AppFolder, run_config: str, *, name: str | None, num_boards: int, groups: Sequence[str]
+    app: AppFolder, run_config: str, *, name: str | None, num_boards: int, groups: Sequence[str], codec: str = ""
 ) -> RunConfig:
     """Returns the run file of an app.
 
@@ -186,6 +190,7 @@ def make_app_run(
         name: of the run; None for the app's.
         num_boards: that it begins with.
         groups: of the boards; all where empty.
+        codec: of what they change in the app's arrays; empty for none.
 
     Raises:
         ConfigError: the run configuration makes no sense.
@@ -196,6 +201,7 @@ def make_app_run(
         "run": {"name": name or app.name},
         "job": {"name": get_job_name(app.name), **{key: value for key, value in options.items() if value}},
         "devices": {"min": num_boards, "ready_s": LOAD_S, **({"groups": list(groups)} if groups else {})},
+        **({"compression": {"up": codec}} if codec else {}),
     }
     return parse_run(table)
 

@@ -10,7 +10,7 @@ import base64
 import json
 import re
 import struct
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -18,6 +18,9 @@ from edgefl.core.errors import DataError
 from edgefl.core.metrics import MAX_REPLY_METRICS, ReplyMetrics, rank_reply_metric
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
+
+if TYPE_CHECKING:
+    from edgefl.flower.app_codec import ChangeCodec
 
 _LENGTH = struct.Struct("<I")
 _RECORDS, _BYTES = "records", "bytes"
@@ -32,16 +35,22 @@ MAX_EXAMPLES, MAX_VALUE = 1e9, 1e12
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
-def encode_message(header: Json, content: RecordDict | None = None) -> bytes:
-    """Returns a header and the records of a message as bytes."""
+def encode_message(header: Json, content: RecordDict | None = None, codec: ChangeCodec | None = None) -> bytes:
+    """Returns a header and the records of a message as bytes; with the codec of a reply, its arrays in that."""
     blobs: list[bytes] = []
-    records = None if content is None else [_encode_record(name, record, blobs) for name, record in content.items()]
+    records = None
+    if content is not None:
+        records = [_encode_record(name, record, blobs, codec) for name, record in content.items()]
     text = json.dumps({**header, _RECORDS: records}).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *blobs])
 
 
-def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
+def decode_message(body: bytes, codec: ChangeCodec | None = None) -> tuple[Json, RecordDict | None]:
     """Returns header and records, None where it has none.
+
+    Args:
+        body: of the message.
+        codec: of the reply to a message; None where no arrays may be in a codec.
 
     Raises:
         DataError: the bytes are no such message.
@@ -50,7 +59,9 @@ def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
         (length,) = _LENGTH.unpack_from(body)
         header = parse_json(body[_LENGTH.size : _LENGTH.size + length])
         records, blobs = header.pop(_RECORDS), _Blobs(body, _LENGTH.size + length)
-        content = None if records is None else RecordDict(dict(_decode_record(record, blobs) for record in records))
+        content = None
+        if records is not None:
+            content = RecordDict(dict(_decode_record(record, blobs, codec) for record in records))
         blobs.check_end()
     except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
         raise DataError(f"a Flower message that makes no sense: {str(error)[:200]}") from None
@@ -128,26 +139,35 @@ class _Blobs:
         return data
 
 
-def _encode_record(name: str, record: Record, blobs: list[bytes]) -> list[Any]:
+def _encode_record(name: str, record: Record, blobs: list[bytes], codec: ChangeCodec | None) -> list[Any]:
     if isinstance(record, ArrayRecord):
-        blobs += [array.data for array in record.values()]
-        arrays = [[key, a.dtype, list(a.shape), a.stype, len(a.data)] for key, a in record.items()]
-        return [name, "arrays", arrays]
+        coded, body = (codec and codec.encode(name, record)) or (frozenset[str](), b"")
+        exact = {key: array for key, array in record.items() if key not in coded}
+        blobs += [array.data for array in exact.values()]
+        arrays = [[key, a.dtype, list(a.shape), a.stype, len(a.data)] for key, a in exact.items()]
+        if not coded:
+            return [name, "arrays", arrays]
+        blobs.append(body)
+        return [name, "changes", {"arrays": arrays, "length": len(body)}]
     kind = "metrics" if isinstance(record, MetricRecord) else "config"
     return [name, kind, {key: _encode_value(value) for key, value in record.items()}]
 
 
-def _decode_record(value: list[Any], blobs: _Blobs) -> tuple[str, Record]:
+def _decode_record(value: list[Any], blobs: _Blobs, codec: ChangeCodec | None) -> tuple[str, Record]:
     name, kind, items = value
     if kind == "arrays":
-        arrays = {
-            key: Array(dtype, tuple(shape), stype, blobs.read(length)) for key, dtype, shape, stype, length in items
-        }
-        return name, ArrayRecord(arrays)
+        return name, ArrayRecord(_decode_arrays(items, blobs))
+    if kind == "changes" and codec is not None:
+        arrays = _decode_arrays(items["arrays"], blobs)
+        return name, codec.decode(name, arrays, blobs.read(items["length"]))
     values = {key: _decode_value(one) for key, one in items.items()}
     if kind not in {"metrics", "config"}:
         raise ValueError(f"a record of kind {kind!r:.40}")
     return name, MetricRecord(values) if kind == "metrics" else ConfigRecord(values)
+
+
+def _decode_arrays(items: list[Any], blobs: _Blobs) -> dict[str, Array]:
+    return {key: Array(dtype, tuple(shape), stype, blobs.read(length)) for key, dtype, shape, stype, length in items}
 
 
 def _encode_value(value: Any) -> Any:

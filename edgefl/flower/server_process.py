@@ -26,8 +26,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Json
+from edgefl.flower.app_codec import ChangeCodec
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, ROUND_KEY, SERVER_NODE_ID, load_component
-from edgefl.flower.app_messages import decode_message, encode_message
+from edgefl.flower.app_messages import TRAIN, decode_message, encode_message
 from edgefl.flower.strategy import ensure_identity, seed_global_generators
 from edgefl.system.process_messages import read_message, write_message
 
@@ -43,11 +44,13 @@ class ProcessGrid(Grid):
         source: of answers.
         sink: for requests.
         run_id: Flower's number of the run.
+        has_codec: boards may send what they changed of the arrays in a message, in a codec.
     """
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int) -> None:
+    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int, *, has_codec: bool = False) -> None:
         self._source, self._sink, self._run_id = source, sink, run_id
         self._sent: dict[str, Metadata] = {}
+        self._has_codec, self._codecs = has_codec, dict[str, ChangeCodec]()
         self._number = self._earlier_rounds = 0
         self._lock = threading.Lock()
 
@@ -89,6 +92,8 @@ class ProcessGrid(Grid):
             }
             message_id = str(self._ask(request, encode_message(header, message.content))["message"])
         self._sent[message_id] = metadata
+        if self._has_codec and metadata.message_type.startswith(TRAIN):
+            self._codecs[message_id] = ChangeCodec(message.content)
         return message_id
 
     def _number_round(self, message: Message) -> int | None:
@@ -124,7 +129,7 @@ class ProcessGrid(Grid):
             ttl=sent.ttl,
             message_type=sent.message_type,
         )
-        outcome = _read_outcome(header, body)
+        outcome = _read_outcome(header, body, self._codecs.pop(header["message"], None))
         if isinstance(outcome, Error):
             return make_message(metadata=metadata, error=outcome)
         return make_message(metadata=metadata, content=outcome)
@@ -148,12 +153,12 @@ def _find_round(message: Message) -> int | None:
     return int(group) if found is None and group.isdecimal() and len(group) < MAX_DIGITS else found
 
 
-def _read_outcome(header: Json, body: bytes) -> RecordDict | Error:
+def _read_outcome(header: Json, body: bytes, codec: ChangeCodec | None) -> RecordDict | Error:
     """Returns the content of a board's reply, or its error; what makes no sense is an error of that board alone."""
     content: RecordDict | None = None
     try:
         if "error" not in header:
-            header, content = decode_message(body)
+            header, content = decode_message(body, codec)
         if content is None:
             return Error(
                 code=int(header.get("error", 0)), reason=str(header.get("reason", "no content"))[:MAX_REASON_CHARS]
@@ -196,7 +201,9 @@ def main() -> None:
     # The first that is registered is the last that runs, after the app's threads and all that the app registered.
     atexit.register(_send_end, sink, end)
     try:
-        run_app(message[0], ProcessGrid(source, sink, int(message[0]["run_id"])))
+        setup = message[0]
+        grid = ProcessGrid(source, sink, int(setup["run_id"]), has_codec=bool(setup["has_codec"]))
+        run_app(setup, grid)
         end["do"] = "end"
     except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything
         if isinstance(error, SystemExit) and (error.code is None or error.code == 0):

@@ -343,6 +343,7 @@ def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
     ("tables", "message"),
     [
         ({"job": {"parts": 4}}, "job.name must be a job's name, such as my_jobs:WordCount, got None"),
+        ({**JOB, "compression": {"up": "int8"}}, "compression means nothing beside job, which trains nothing"),
         ({**JOB, "strategy": {"name": "fedavg"}}, "strategy means nothing beside job, which trains nothing"),
         ({**JOB, "run": {"task": "digits"}}, "run.task means nothing for a job; leave it out"),
         ({**JOB, "devices": {"count": 2}}, "devices.count means nothing for a job; leave it out"),

@@ -109,6 +109,20 @@ def test_a_killed_board_is_dropped_and_comes_back_with_its_state(
     assert calls["board-3", "evaluate in round 3"] == 3
 
 
+def test_boards_send_what_they_changed_in_a_codec_and_the_history_has_its_bytes(
+    fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"model.size": 20_000}
+    run_id = submit(fleet, app, tools, "--run-config", "model.size=20000 num-nodes=3", "--codec", "int8")
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    sent = [row["bytes_up"] for row in fleet.list_history("updates", run=run_id) if row["loss"] is not None]
+    assert len(sent) == 9
+    assert max(sent) < 0.2 * 8 * size["model.size"]
+    expected = compute_model(app, tmp_path, monkeypatch, **size)
+    off = np.abs(read_model(fleet, tools, run_id, tmp_path / "result") - expected).max()
+    assert 0 < off < 0.05
+
+
 def test_a_killed_coordinator_goes_on_in_the_same_round_and_asks_no_board_twice(
     fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

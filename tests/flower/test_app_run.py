@@ -6,18 +6,18 @@ import os
 import re
 import sys
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flower_apps import CLIENT, PRIVATE_APP, PROJECT, SERVER, HereGrid, forget_modules, imported_app, write_app
-from flwr.app import ConfigRecord, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common.config import get_fab_config
 
-from edgefl.core.config import parse_run
-from edgefl.core.errors import ConfigError, RunFailedError, TaskError
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.errors import CodecError, ConfigError, RunFailedError, TaskError
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role, Update, UpdateMetrics
 from edgefl.engine.assembly import job as assembly
 from edgefl.flower import server_link
@@ -25,7 +25,7 @@ from edgefl.flower.app_check import check_app
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import LOAD_S, FlowerApp, compute_fingerprint, load_component, make_app_run
-from edgefl.flower.app_messages import encode_message, split_envelope
+from edgefl.flower.app_messages import encode_envelope, encode_message, split_envelope
 from edgefl.flower.app_strategy import SENT_S, read_reply
 from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
@@ -68,8 +68,9 @@ class Fleet:
         self.state = self.strategy.init({})
         self.left, self.server_s = [], 0.0
 
-    def build(self, job, **options):
-        config = parse_run({"job": {"name": "flower-mean-app", **options}, "devices": {"min": 2}})
+    def build(self, job, *, codec="dense", **options):
+        tables = {"job": {"name": "flower-mean-app", **options}, "devices": {"min": 2}}
+        config = parse_run({**tables, "compression": {"up": codec}})
         return assembly._make_app_strategy(config, "run-1", job, self.root / "coordinator" / "bases")
 
     def turn(self, seconds=0.0):
@@ -194,6 +195,77 @@ def test_an_app_ends_with_the_model_of_flowers_own_strategy(make_fleet, tmp_path
         for line in fleet.lines
     )
     assert fleet.strategy.facts(fleet.state) == {"messages": 18.0, "errors": 0.0}
+
+
+def find_model(fleet, expected, keep):
+    """Returns the model of FedAvg where boards keep so many of their largest changes."""
+    model, weights = np.zeros_like(expected), np.array([10, 20, 30]) / 60
+    for _ in range(3):
+        mean = np.zeros_like(model)
+        for number, weight in enumerate(weights):
+            change = 0.5 * (np.random.default_rng(number).standard_normal(model.shape) - model)
+            change[np.argsort(np.abs(change))[:-keep]] = 0
+            mean += weight * change
+        model = model + mean
+    return model
+
+
+@pytest.mark.parametrize(("line", "share"), [("int8", 0.2), ("topk:0.1", 0.2)])
+def test_a_codec_makes_replies_small_and_the_model_is_within_its_bound(
+    make_fleet, tmp_path, monkeypatch, line, share
+):
+    fleet, sizes = make_fleet(run_config="model.size=2000", codec=line), []
+    answer = fleet.answer
+    fleet.answer = lambda name, part, body: sizes.append(len(reply := answer(name, part, body))) or reply
+    model = load_model(io.BytesIO(fleet.run()["final_model.npz"]))
+    fleet.app = replace(fleet.app, config={**fleet.app.config, "model.size": 2000})
+    expected = compute_expected(fleet, tmp_path, monkeypatch)
+    assert max(sizes) < share * 8 * 2000
+    assert len(fleet.state.used) == 18
+    if line == "int8":
+        # Half a step of a 127th of the largest change, in each of three rounds, of which a round halves what is left.
+        largest = (
+            0.5 * 2 * max(np.abs(np.random.default_rng(number).standard_normal(2000)).max() for number in range(3))
+        )
+        assert 0 < np.abs(model - expected).max() <= 2 * largest / 254
+    else:
+        np.testing.assert_allclose(model, find_model(fleet, expected, 200), atol=1e-5)
+
+
+def test_a_run_with_a_codec_goes_on_with_the_same_messages_and_replies(make_fleet):
+    fleet = make_fleet(codec="qsgd:4")
+    fleet.turn()
+    instruction, body = fleet.left[0]
+    assert split_envelope(body)[0]["codec"] == "qsgd:4"
+    assert fleet.answer("a", instruction.block, body) == fleet.answer("a", instruction.block, body)
+
+
+@pytest.mark.parametrize("kind", ["train", "query"])
+def test_replies_that_train_have_changes_and_no_others(make_fleet, kind):
+    fleet = make_fleet()
+    fleet.jobs["a"]._client = lambda message, _: Message(message.content, reply_to=message)
+    content = RecordDict({"arrays": ArrayRecord([np.arange(500.0)])})
+    envelope = {"run": "r", "run_id": 1, "node_id": 2, "node_config": {}, "codec": "int8"}
+    body = encode_envelope(envelope) + encode_message({"type": kind, "group": ""}, content)
+    assert (b'"changes"' in fleet.answer("a", 0, body)) == (kind == "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("flower-mean-app", {"up": "ef|topk:0.01"}, "compression.up must be without ef for a Flower app"),
+        ("flower-mean-app", {"up": "auto"}, "compression.up must be one codec for a Flower app"),
+        ("flower-mean-app", {"up": "int7"}, "compression.up: "),
+        ("flower-mean-app", {"up": "powersgd:2"}, "compression.up: "),
+        ("flower-mean-app", {"down": "fp16"}, "compression.down must be 'dense' for a Flower app"),
+        ("flower-mean-app", {"residuals": "durable"}, "compression.residuals means nothing for a Flower app"),
+        ("texts:Words", {"up": "int8"}, "compression means nothing beside job"),
+    ],
+)
+def test_settings_of_compression_that_do_not_go_with_an_app_are_refused(name, section, words):
+    with pytest.raises((CodecError, ConfigError)) as raised:
+        assembly._make_codec_line(parse_run({"job": {"name": name}, "compression": section}))
+    assert words in str(raised.value)
 
 
 def test_a_board_that_goes_away_is_an_error_to_the_strategy_and_the_others_go_on(make_fleet, tmp_path, monkeypatch):
@@ -589,7 +661,11 @@ def test_a_plan_starts_no_process_and_names_every_board(make_fleet):
 
 def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
     app = read_app(write_app(tmp_path / "app"))
-    config = make_app_run(app, "num-server-rounds=9 model.size=2", name=None, num_boards=3, groups=["lab"])
+    config = make_app_run(
+        app, "num-server-rounds=9 model.size=2", name=None, num_boards=3, groups=["lab"], codec="int8"
+    )
+    assert config.compression.up == "int8"
+    assert RunConfig.from_json(config.to_json()) == config
     assert (config.job.name, config.run.name, config.devices.min) == ("flower-mean-app", "mean-app", 3)
     kind = type("App", (FlowerApp,), {"root": app.root})
     job = kind(**config.job.options)

@@ -16,6 +16,7 @@ from fuzz.reader import Form, Reader, Seed
 
 from edgefl.flower.app_bundle import CONTENT, open_app
 from edgefl.flower.app_check import check_app
+from edgefl.flower.app_codec import ChangeCodec
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_job import FlowerApp, _decode_state, merge_config
 from edgefl.flower.app_messages import encode_envelope, encode_message, read_metrics
@@ -33,6 +34,11 @@ def make_content() -> RecordDict:
         "config": ConfigRecord(values),
         "metrics": MetricRecord({"loss": 0.25, "num-examples": 4, "both": [0.5, 1.5]}),
     })  # fmt: skip
+
+
+def make_large(value: float = 0.0) -> RecordDict:
+    """Returns arrays of which a codec saves something."""
+    return RecordDict({"arrays": ArrayRecord([np.full((20, 20), value, np.float32), np.array(3)])})
 
 
 def app_projects(folder: Path) -> Reader:
@@ -85,10 +91,10 @@ def app_modules(folder: Path) -> Reader:
 def replies(_folder: Path) -> Reader:
     """A board's reply, up to what the ServerApp gets, and to the history."""
     grid = ProcessGrid(io.BytesIO(), io.BytesIO(), 1)
-    sent = Metadata(1, "", 1, 2, "", "", 0.0, 1.0, "train")
+    sent, message = Metadata(1, "", 1, 2, "", "", 0.0, 1.0, "train"), make_large()
 
     def feed(data: bytes) -> None:
-        grid._sent["0"] = sent
+        grid._sent["0"], grid._codecs["0"] = sent, ChangeCodec(message)
         reply = grid._make_reply({"message": "0"}, data)
         hash((reply.has_error() and (reply.error.code, reply.error.reason), reply.metadata.group_id))
         for record in reply.content.values() if reply.has_content() else ():
@@ -96,7 +102,9 @@ def replies(_folder: Path) -> Reader:
         assert all(map(math.isfinite, read_metrics(data, kind="evaluate").values.values()))
 
     error = encode_message({"error": 2, "reason": "no data"})
-    return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in (encode_message({}, make_content()), error)))
+    changed = encode_message({}, make_large(0.5), ChangeCodec(message, "topk:0.1|int8|rice", 1))
+    bodies = encode_message({}, make_content()), error, changed
+    return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in bodies))
 
 
 def messages(folder: Path) -> Reader:

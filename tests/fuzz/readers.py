@@ -308,6 +308,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "flower-replies": _entry(
             flower_readers.replies,
             "flower/app_messages.py:decode_message",
+            "flower/app_codec.py:ChangeCodec.decode",
             "flower/app_messages.py:read_metrics",
             "flower/app_messages.py:_decode_value",
         ),

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgefl.core.config import (
-    RunConfig,
-)
+from edgefl.compression.codec import make_codec
+from edgefl.compression.codec_selection import parse_auto_candidates
+from edgefl.compression.error_feedback import has_error_feedback
+from edgefl.compression.registry import format_with_layers
+from edgefl.core.config import CompressionSection, RunConfig
 from edgefl.core.errors import CodecError, ConfigError
 from edgefl.core.metrics import ReplyMetrics
 from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
+from edgefl.core.settings import Faults
 from edgefl.core.types import Strategy, Tensors, Update, derive_seed
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.rules import make_selection
+from edgefl.engine.assembly.split import name_codec_errors
 from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.flower.app_bundle import NO_PUBLISHER, AppBundle, get_publisher, make_bundle
@@ -81,6 +85,8 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
         app_strategy = _make_app_strategy(config, run_id, job, bases)
         strategy, make_input = app_strategy, app_strategy.make_input
     else:
+        if config.compression != CompressionSection():
+            raise ConfigError(f"compression means nothing for {section.name}, which is no Flower app; leave it out")
         strategy, make_input = _make_job_strategy(config, checked_job, num_parts), checked_job.make_input
     return RunComponents(
         config=config,
@@ -142,7 +148,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
     from edgefl.flower.app_strategy import AppStrategy  # noqa: PLC0415 Flower is heavy
     from edgefl.flower.server_link import LOG_NAME, ServerLink  # noqa: PLC0415 likewise
 
-    section, number = config.job, derive_seed("flower-run", run_id) % 2**63
+    section, number, codec = config.job, derive_seed("flower-run", run_id) % 2**63, _make_codec_line(config)
     setup = {
         "root": str(app.root),
         "server": app.app.server,
@@ -150,6 +156,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
         "run_id": number,
         "seed": config.run.seed,
         "seeded": ["torch"] if app.needs_torch else [],
+        "has_codec": bool(codec),
     }
     link = ServerLink(
         setup,
@@ -160,10 +167,38 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
     )
     return AppStrategy(
         link=link,
-        header={"run": run_id, "run_id": number},
+        header={"run": run_id, "run_id": number, **({"codec": codec} if codec else {})},
         min_devices=config.devices.min,
         deadline_s=section.deadline_s,
         max_part_bytes=section.max_part_bytes,
         max_state_bytes=config.run.max_state_bytes,
         max_result_bytes=section.max_result_bytes,
     )
+
+
+def _make_codec_line(config: RunConfig) -> str:
+    """Returns the codec of what boards change in an app's arrays; empty where they travel as they are.
+
+    Raises:
+        ConfigError, CodecError: a setting does not go with an app.
+    """
+    section, faults = config.compression, Faults()
+    if section.down != "dense":
+        faults.messages.append(
+            "compression.down must be 'dense' for a Flower app, whose messages travel as it sends them, "
+            f"got {section.down!r}"
+        )
+    if section.residuals != "periodic":
+        faults.messages.append("compression.residuals means nothing for a Flower app; leave it out")
+    with name_codec_errors("compression.up"):
+        if parse_auto_candidates(section.up) is not None:
+            faults.messages.append("compression.up must be one codec for a Flower app, got 'auto'")
+        elif has_error_feedback(section.up):
+            faults.messages.append(
+                "compression.up must be without ef for a Flower app, of which boards keep no residual, "
+                f"got {section.up!r}"
+            )
+        faults.check()
+        line = format_with_layers(section.up, section.layers)
+        make_codec(line, ())
+    return "" if line == "dense" else line

@@ -1,0 +1,171 @@
+"""What boards change in a message's arrays travels in a codec, all else as it is, and no body is believed."""
+
+import io
+import json
+import struct
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+from edgefl.core.errors import DataError
+from edgefl.flower.app_codec import ChangeCodec
+from edgefl.flower.app_messages import decode_message, encode_message, read_metrics
+from edgefl.flower.server_process import ProcessGrid
+from edgefl.flower.strategy import ensure_identity
+from edgefl.system.process_messages import write_message
+
+RNG = np.random.default_rng(3)
+SENT = {
+    "w": RNG.standard_normal((40, 25)).astype(np.float32),
+    "n": np.array(7),
+    "wide": RNG.standard_normal(300),
+    "half": RNG.standard_normal(300).astype(np.float16),
+    "tree": np.arange(5, dtype=np.uint8),
+}
+
+
+def make_record(arrays):
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def make_message(arrays=SENT, name="arrays"):
+    return RecordDict({name: make_record(arrays)})
+
+
+def train(arrays=SENT):
+    """Returns what a ClientApp makes of the arrays."""
+    return {
+        name: array + (0.1 * RNG.standard_normal(array.shape)).astype(array.dtype) for name, array in arrays.items()
+    }
+
+
+def send(reply, line="int8", message=None):
+    """Returns the reply as the ServerApp gets it, and its bytes."""
+    message = make_message() if message is None else message
+    body = encode_message({}, reply, ChangeCodec(message, line, 1))
+    return decode_message(body, ChangeCodec(message))[1], body
+
+
+@pytest.mark.parametrize("line", ["int8", "fp16", "qsgd:8", "int8|zstd", "topk:0.5|fp16"])
+def test_floats_come_back_within_the_codecs_bound_and_all_else_as_it_was(line):
+    after = train() | {"n": np.array(8)}
+    reply = RecordDict(
+        {"arrays": make_record(after), "metrics": MetricRecord({"num-examples": 3, "train_loss": 0.5})}
+    )
+    back, body = send(reply, line)
+    assert list(back) == ["arrays", "metrics"]
+    assert list(back["arrays"]) == list(SENT)
+    for name, array in back["arrays"].items():
+        found, change = array.numpy(), np.abs(after[name].astype(float) - SENT[name]).max()
+        assert (array.dtype, array.shape) == (str(after[name].dtype), after[name].shape)
+        bound = {"topk:0.5|fp16": change, "qsgd:8": change / 4}.get(line, change / 200) + (
+            2e-3 if name == "half" else 0
+        )
+        np.testing.assert_allclose(found, after[name], rtol=0, atol=bound if name in ("w", "wide", "half") else 0)
+    assert np.any(back["arrays"]["w"].numpy() != SENT["w"])
+    assert len(body) < len(encode_message({}, reply)) * 0.55
+    assert read_metrics(body, kind="train").values == {"train_loss": 0.5}
+    assert encode_message({}, reply, ChangeCodec(make_message(), line, 1)) == body
+
+
+def test_patterns_of_names_give_arrays_another_codec():
+    after = train()
+    back, _ = send(RecordDict({"arrays": make_record(after)}), "topk:0.01; w = dense")
+    np.testing.assert_allclose(back["arrays"]["w"].numpy(), after["w"], atol=1e-6)
+    assert np.count_nonzero(back["arrays"]["wide"].numpy() != SENT["wide"]) == 3
+
+
+def test_what_is_no_change_of_the_message_or_beyond_the_codec_travels_as_it_is():
+    inf, much = train() | {"w": np.full_like(SENT["w"], np.inf)}, train() | {"wide": np.full(300, 1e300)}
+    replies = [
+        ("arrays", inf, "int8"),
+        ("arrays", much, "int8"),
+        ("other", train(), "int8"),
+        ("arrays", much, "int8; wide = dense"),
+        ("arrays", train(), "new"),
+    ]
+    replies.append(("arrays", {"w": train()["w"]}, "int8"))
+    replies.append(("arrays", dict(reversed(train().items())), "int8"))
+    for name, after, line in replies:
+        reply = RecordDict({name: make_record(after)})
+        assert encode_message({}, reply, ChangeCodec(make_message(), line, 1)) == encode_message({}, reply)
+    shaped = train() | {"w": np.zeros((3, 3), np.float32), "half": train()["half"].astype(np.float32)}
+    back, _ = send(RecordDict({"arrays": make_record(shaped)}))
+    for name in ("w", "half"):
+        np.testing.assert_array_equal(back["arrays"][name].numpy(), shaped[name])
+    assert np.any(back["arrays"]["wide"].numpy() != shaped["wide"])
+
+
+def test_a_message_of_the_older_interface_has_its_record_by_another_name():
+    after = train()
+    message = make_message(name="fitins.parameters")
+    back, body = send(RecordDict({"fitres.parameters": make_record(after)}), message=message)
+    assert b'"changes"' in body
+    np.testing.assert_allclose(back["fitres.parameters"]["w"].numpy(), after["w"], atol=0.01)
+
+
+def test_the_arrays_are_those_that_were_sent_whatever_an_app_makes_of_its_message():
+    message, after = make_message(), train()
+    ours, theirs = ChangeCodec(message, "int8", 1), ChangeCodec(message)
+    message["arrays"]["w"] = Array(np.zeros((40, 25), np.float32))
+    message["arrays"].pop("wide")
+    body = encode_message({}, RecordDict({"arrays": make_record(after)}), ours)
+    assert b'"changes"' in body
+    back = decode_message(body, theirs)[1]
+    np.testing.assert_allclose(back["arrays"]["w"].numpy(), after["w"], atol=0.01)
+
+
+def edit(body, change, times=1):
+    """Returns a reply whose list of records was changed, with the data of its arrays as often."""
+    (length,) = struct.unpack_from("<I", body)
+    header = json.loads(body[4 : 4 + length])
+    change(header["records"])
+    text = json.dumps(header).encode()
+    return struct.pack("<I", len(text)) + text + times * body[4 + length :]
+
+
+def move_exact(records):
+    records[0][2]["arrays"][0][0] = "w"
+
+
+HOSTILE = {
+    "which is not of the message": lambda good, _: edit(good, lambda records: records[0].__setitem__(0, "b")),
+    "came twice": lambda good, _: edit(good, lambda records: records.append(records[0]), 2),
+    "not all of floats": lambda good, _: edit(good, move_exact),
+    "arrays'": lambda _, other: other,
+    "are left": lambda good, _: good + b"x",
+    "of which there are": lambda good, _: good[:-1],
+    "body": lambda good, _: good[:-40] + bytes(40),
+}
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_a_reply_with_other_changes_than_its_message_has_arrays_is_refused(words):
+    small = {name: array for name, array in SENT.items() if name != "w"} | {"w": SENT["w"][:39]}
+    small = {name: small[name] for name in SENT}
+    _, good = send(RecordDict({"arrays": make_record(train())}))
+    other = encode_message(
+        {}, RecordDict({"arrays": make_record(train(small))}), ChangeCodec(make_message(small), "int8", 1)
+    )
+    with pytest.raises(DataError, match=words):
+        decode_message(HOSTILE[words](good, other), ChangeCodec(make_message()))
+
+
+@pytest.mark.parametrize(
+    ("has_codec", "kind"), [(True, "train"), (True, "train.half"), (True, "query"), (False, "train")]
+)
+def test_changes_are_taken_of_replies_that_train_in_a_run_with_a_codec_alone(has_codec, kind):
+    ensure_identity()
+    _, body = send(RecordDict({"arrays": make_record(train())}))
+    answers = io.BytesIO()
+    for message in (({"message": "0"},), ({"count": 1},), ({"message": "0"}, body)):
+        write_message(answers, *message)
+    answers.seek(0)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, has_codec=has_codec)
+    (reply,) = grid.send_and_receive([Message(make_message(), 2, kind)])
+    if has_codec and kind != "query":
+        assert reply.content["arrays"]["w"].shape == (40, 25)
+    else:
+        assert (reply.error.code, reply.error.reason[:27]) == (8, "the reply makes no sense: a")
+    assert not grid._codecs
