@@ -16,7 +16,7 @@ from edgefl.tasks.learners.image_layers import NORMS, NUM_CLASSES, ImageFormat
 from edgefl.tasks.learners.image_networks import NORMALISED_NETWORKS, PLAIN_NETWORKS, make_chain
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
 from edgefl.tasks.learners.torch_learner import (
-    TORCHVISION,
+    LIBRARIES,
     TorchFactoryModel,
     is_factory_name,
     make_chain_model,
@@ -50,7 +50,7 @@ CIFAR_LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", 
 HIDDEN_SIZES = {"2nn": (200, 200), "mlp": (128, 128), "mlp-tanh": (128, 128), "logistic": ()}
 """Sizes of the hidden layers of the NumPy models; mlp-tanh is the network of Parallel-SGD's example."""
 MODELS = (*PLAIN_NETWORKS, *NORMALISED_NETWORKS, "resnet18-gn", *HIDDEN_SIZES)
-"""Built-in models; `torchvision:NAME` and `module:factory` name other torch models."""
+"""Built-in models; `torchvision:NAME`, `timm:NAME` and `module:factory` name other torch models."""
 MODEL_OPTIONS: Mapping[str, tuple[str, Collection[str]]] = {
     "init": ("torch", PLAIN_NETWORKS),
     "norm": ("group", NORMALISED_NETWORKS),
@@ -58,7 +58,7 @@ MODEL_OPTIONS: Mapping[str, tuple[str, Collection[str]]] = {
     "loss": ("cross-entropy", HIDDEN_SIZES),
 }
 """Options that only some models have: the default, and the models."""
-OTHER_MODELS = "torchvision:NAME or module:factory"
+OTHER_MODELS = "torchvision:NAME or timm:NAME or module:factory"
 DEFAULTS: dict[str, Scalar] = {}
 DEEP_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.02, "batch_size": 64}
 WEIGHT_INITIALISERS = {"torch": networks.make_uniform_weights, "adacomp": networks.make_adacomp_weights}
@@ -95,13 +95,13 @@ def mnist(  # noqa: PLR0913 one keyword for each option of a run file
     """Returns the task; its images are standardised one by one for the torch models.
 
     Args:
-        model: cnn (421,642 parameters), another of `MODELS`, `torchvision:NAME`, or `module:factory`.
+        model: cnn (421,642 parameters), another of `MODELS`, `torchvision:NAME`, `timm:NAME`, or `module:factory`.
         init: first weights of the models without normalisation: as torch draws them, or as in the AdaComp paper.
         norm: normalisation of the others: group, or batch with running statistics as buffers.
         activation: of the NumPy models: relu, tanh, sigmoid or gelu.
         loss: of the NumPy models: cross-entropy, or mse, the squared distance to 1 for the class and 0 for others.
-        channels: of a `module:factory` model: number of copies of the grey image; 3 for torchvision's.
-        size: of a `module:factory` or torchvision model: pixels a side after resizing.
+        channels: of a `module:factory` model: number of copies of the grey image; 3 for a library's.
+        size: of a `module:factory` or a library's model: pixels a side after resizing.
     """
     options = _ImageOptions(
         task="mnist",
@@ -225,12 +225,12 @@ def _make_task(
 def _make_factory_model(
     options: _ImageOptions, image: ImageFormat, prepare: Callable[[Array], Array]
 ) -> TorchFactoryModel:
-    is_torchvision = options.model.startswith(TORCHVISION)
-    if not is_torchvision:
+    is_of_library = options.model.startswith(LIBRARIES)
+    if not is_of_library:
         check_allowed(options.model, "model", ConfigError)
     _reject_options(options)
     copies = _validate_int(options.task, "channels", options.channels, 1, MAX_CHANNELS)
-    if is_torchvision and image.channels == 1:
+    if is_of_library and image.channels == 1:
         copies = 3
     size = _validate_int(options.task, "size", options.size, MIN_SIZE, MAX_SIZE)
     return TorchFactoryModel(
@@ -247,8 +247,8 @@ def _make_built_in_model(
     model = validate_choice(options.task, "model", options.model, MODELS, extra_choice=OTHER_MODELS)
     if (options.channels, options.size) != (1, image.side):
         raise ConfigError(
-            f"channels and size of task {options.task} are for a model of torchvision or module:factory; {model} "
-            "takes the images as they are"
+            f"channels and size of task {options.task} are for a model of torchvision, timm or module:factory; "
+            f"{model} takes the images as they are"
         )
     _reject_options(options)
     if model in HIDDEN_SIZES:

@@ -61,7 +61,7 @@ def test_every_built_in_task_keeps_the_contract(name):
         ),
         ("digits", {"model": "cnn"}, "model of task digits must be mlp or logistic, got 'cnn'"),
         ("mnist", {"init": 3}, "task.init must be a text, got 3"),
-        ("fashion-mnist", {"model": "vgg"}, "or logistic or torchvision:NAME or module:factory, got 'vgg'"),
+        ("fashion-mnist", {"model": "vgg"}, "logistic or torchvision:NAME or timm:NAME or module:factory, got 'vgg'"),
         (
             "mnist",
             {"model": "2nn", "init": "adacomp"},

@@ -58,7 +58,8 @@ class AdaptPlan:
 
 def encode_base(tensors: Mapping[str, Array]) -> bytes:
     """Returns the file of these tensors; equal tensors give equal bytes."""
-    return save({name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)})
+    # order="C" and not ascontiguousarray, which would give a scalar an axis.
+    return save({name: np.asarray(tensors[name], order="C") for name in sorted(tensors)})
 
 
 def read_base_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -164,7 +164,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         sample_rate: samples a second of the files.
         seconds: from the beginning of a file; zeros follow a shorter one.
         mel_bands: bands of the spectrogram.
-        model: as of `pictures`, but no network of torchvision.
+        model: as of `pictures`, but no network of torchvision or timm.
         hidden: sizes of the hidden layers of mlp.
         activation: between layers of mlp: relu, tanh, sigmoid or gelu.
         loss: cross-entropy or mse.

@@ -8,7 +8,7 @@ from edgefl.tasks.configured.options import Numbers, check_size
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, MODELS, make_dense_model
 from edgefl.tasks.learners.image_layers import ImageFormat
 from edgefl.tasks.learners.image_networks import make_chain
-from edgefl.tasks.learners.torch_learner import TORCHVISION, TorchFactoryModel, make_chain_model
+from edgefl.tasks.learners.torch_learner import LIBRARIES, TorchFactoryModel, make_chain_model
 from edgefl.tasks.preparation import Prepare
 
 NETWORKS = ("cnn", "cnn-small", "cnn-large", "resnet18", "resnet32", "mobilenet-v1", "mobilenet-v2")
@@ -18,16 +18,16 @@ NETWORKS = ("cnn", "cnn-small", "cnn-large", "resnet18", "resnet32", "mobilenet-
 def make_image_model(
     task: str, model: str, image: ImageFormat, prepare: Prepare, *, hidden: Numbers, activation: str
 ) -> TrainableModel:
-    """Returns a model in NumPy (`table.MODELS`), in torch (`NETWORKS`), or of torchvision.
+    """Returns a model in NumPy (`table.MODELS`), in torch (`NETWORKS`), or of torchvision or timm.
 
     Raises:
         ConfigError: there is no such model, an option is for others, or it is too large.
     """
-    if model.startswith(TORCHVISION):
+    if model.startswith(LIBRARIES):
         found = TorchFactoryModel(target=model, num_classes=image.classes, input_shape=image.shape, prepare=prepare)
         check_size(task, found)
         return found
-    validate_choice(task, "model", model, (*MODELS, *NETWORKS), extra_choice="torchvision:NAME")
+    validate_choice(task, "model", model, (*MODELS, *NETWORKS), extra_choice="torchvision:NAME or timm:NAME")
     if model in MODELS:
         channels, height, width = image.shape
         sizes = (channels * height * width, image.classes)

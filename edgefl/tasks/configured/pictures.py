@@ -67,7 +67,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         labels: names of the classes, which are those of the folders.
         size: pixels a side to which a picture is stretched.
         channels: 3 for colours, 1 for grey.
-        model: mlp or linear in NumPy; one of `image_models.NETWORKS` or `torchvision:NAME` in torch.
+        model: mlp or linear in NumPy; one of `image_models.NETWORKS`, `torchvision:NAME` or `timm:NAME` in torch.
         hidden: sizes of the hidden layers of mlp.
         activation: between layers of mlp: relu, tanh, sigmoid or gelu.
         loss: cross-entropy or mse.

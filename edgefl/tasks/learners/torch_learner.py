@@ -3,7 +3,8 @@
 A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where
 the operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to
 return one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that, else
-without arguments. `torchvision:resnet18` needs no permission: only the networks that torchvision lists are built.
+without arguments. `torchvision:resnet18` and `timm:resnet18` need no permission: only networks that these list are
+built.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ EVALUATION_BATCH_SIZE = 256
 NUM_CHECKED = 2
 """Examples that a module is tried with; of one a module may squeeze the batch away."""
 
-TORCHVISION = "torchvision:"
-"""Prefix of the name of a model of torchvision."""
+LIBRARIES = ("torchvision:", "timm:")
+"""Prefixes of the names of a library's models."""
+MAX_LIBRARY_PARAMETERS = 700_000_000
+"""Most parameters of a library's model, counted before it takes memory; all of torchvision's have fewer."""
 _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
 """Models of torchvision that have more outputs, unless they are told to have one."""
 
@@ -611,30 +614,38 @@ def make_resizing_prepare(prepare: Callable[[Array], Array], *, channels: int, s
     return prepared
 
 
-def _load_torchvision_builder(name: str) -> Callable[..., Any]:
-    """Returns the builder of one of torchvision's classification networks; no weights are downloaded."""
-    purpose = f"model {TORCHVISION}{name:.100} needs the torchvision of torch {import_torch().__version__}"
-    models = import_extra("torchvision.models", purpose, format_install_command("torchvision"))
-    known = models.list_models(module=models)
+def _load_library_builder(target: str) -> Callable[..., Any]:
+    """Returns the builder of a classification network of `LIBRARIES`; no weights are downloaded."""
+    backend = import_torch()
+    library, _, name = target.partition(":")
+    is_timm = library == "timm"
+    module = library if is_timm else "torchvision.models"
+    purpose = f"model {target:.100} needs the {library} of torch {backend.__version__}"
+    models = import_extra(module, purpose, format_install_command(library))
+    known = models.list_models() if is_timm else models.list_models(module=models)
     if name not in known:
         similar = find_similar(name, known)
-        listing = (
-            f"did you mean {similar}?" if similar else "torchvision.models.list_models() has those that there are"
-        )
-        raise ConfigError(f"model {TORCHVISION}{name:.100}: torchvision has no such network; {listing}")
-    options: dict[str, Any] = {"weights": None}
-    if name in _WITH_AUXILIARY_LOGITS:
+        listing = f"did you mean {similar}?" if similar else f"{module}.list_models() has those that there are"
+        raise ConfigError(f"model {target:.100}: {library} has no such network; {listing}")
+    create: Callable[..., Any] = models.create_model if is_timm else models.get_model
+    options: dict[str, Any] = {"pretrained": False} if is_timm else {"weights": None}
+    if not is_timm and name in _WITH_AUXILIARY_LOGITS:
         options |= {"aux_logits": False, "init_weights": True}
 
     def build(num_classes: int) -> Any:
-        return models.get_model(name, num_classes=num_classes, **options)
+        with backend.device("meta"):  # shapes alone
+            outline = create(name, num_classes=num_classes, **options)
+        count = sum(parameter.numel() for parameter in outline.parameters())
+        if count > MAX_LIBRARY_PARAMETERS:
+            raise ValueError(f"it has {count:,} parameters, at most are {MAX_LIBRARY_PARAMETERS:,}")
+        return create(name, num_classes=num_classes, **options)
 
     return build
 
 
 def _load_factory(target: str) -> Callable[..., Any]:
-    if target.startswith(TORCHVISION):
-        return _load_torchvision_builder(target.removeprefix(TORCHVISION))
+    if target.startswith(LIBRARIES):
+        return _load_library_builder(target)
     module, _, attribute = target.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names or not attribute:
         raise ConfigError(f"model must be module:factory of a package that makes torch modules, got {target!r}")

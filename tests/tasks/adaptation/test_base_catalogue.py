@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from edgefl.core.errors import ConfigError, DataError, NotFoundError, UsageError
 from edgefl.tasks.adaptation import base_catalogue
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue, compute_digest, find_base_file
+from edgefl.tasks.adaptation.base_file import encode_base, load_base
 
 
 @pytest.fixture
@@ -21,6 +22,14 @@ def file(tmp_path):
 @pytest.fixture
 def catalogue(tmp_path):
     return BaseCatalogue(tmp_path / "bases")
+
+
+def test_a_scalar_of_a_base_such_as_the_batches_that_a_normalisation_has_seen_stays_a_scalar(tmp_path):
+    path = tmp_path / "base.safetensors"
+    tensors = {"bn.num_batches_tracked": np.array(3), "fc.weight": np.arange(6.0).reshape(2, 3).T}
+    path.write_bytes(encode_base(tensors))
+    for name, tensor in load_base(path).items():
+        np.testing.assert_array_equal(tensor, tensors[name], strict=True)
 
 
 def test_a_base_is_copied_under_its_hash_and_found_by_its_name_and_its_hash(file, catalogue, tmp_path):

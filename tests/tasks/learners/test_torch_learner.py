@@ -380,19 +380,40 @@ def get_model(name, *, weights, num_classes, **options):
 def download(**_):
     raise AssertionError
 """
+TIMM = """
+import torch
+
+def list_models():
+    return ["resnet18", "vit_7b"]
+
+def create_model(name, *, pretrained, num_classes):
+    assert pretrained is False
+    if name == "vit_7b":
+        return torch.nn.Linear(80_000, 90_000)
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, num_classes))
+"""
 
 
 @pytest.fixture
-def torchvision(installed, monkeypatch):
-    """Puts a small stand-in for torchvision in its place; run files may name no module."""
-    installed({"torchvision_models": TORCHVISION})
+def libraries(installed, monkeypatch):
+    """Puts small stand-ins for torchvision and timm in their place; run files may name no module."""
+    installed({"torchvision_models": TORCHVISION, "timm_models": TIMM})
     monkeypatch.delenv("EDGEFL_ALLOW_MODULES")
-    monkeypatch.setitem(sys.modules, "torchvision.models", importlib.import_module("torchvision_models"))
+    for name, module in {"torchvision.models": "torchvision_models", "timm": "timm_models"}.items():
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(module))
 
 
-@pytest.mark.parametrize(("task", "name"), [("mnist", "resnet18"), ("cifar-10", "resnet18"), ("mnist", "googlenet")])
-def test_a_network_that_torchvision_lists_needs_no_permission_and_gets_three_channels(torchvision, task, name):
-    found = make_task(task, {"model": f"torchvision:{name}"})
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("mnist", "torchvision:resnet18"),
+        ("cifar-10", "torchvision:resnet18"),
+        ("mnist", "torchvision:googlenet"),
+        ("mnist", "timm:resnet18"),
+    ],
+)
+def test_a_network_that_a_library_lists_needs_no_permission_and_gets_three_channels(libraries, task, name):
+    found = make_task(task, {"model": name})
     assert [spec.shape for spec in found.shapes()] == [(10, 3), (10,)]
     batch = PHOTOGRAPHS if task == "cifar-10" else IMAGES
     assert found.learner(threads=1).logits(batch).shape == (4, 10)
@@ -401,22 +422,29 @@ def test_a_network_that_torchvision_lists_needs_no_permission_and_gets_three_cha
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet19", "torchvision has no such network; did you mean resnet18"),
-        ("download", r"has no such network; torchvision\.models\.list_models\(\) has those"),
-        ("", "has no such network"),
+        ("torchvision:resnet19", "torchvision has no such network; did you mean resnet18"),
+        ("torchvision:download", r"has no such network; torchvision\.models\.list_models\(\) has those"),
+        ("torchvision:", "has no such network"),
+        ("timm:hf-hub:someone/net", r"timm has no such network; timm\.list_models\(\) has those"),
     ],
 )
-def test_nothing_else_of_torchvision_is_called(torchvision, name, message):
+def test_nothing_else_of_a_library_is_called(libraries, name, message):
     with pytest.raises(ConfigError, match=message):
-        make_task("mnist", {"model": f"torchvision:{name}"}).shapes()
+        make_task("mnist", {"model": name}).shapes()
 
 
-def test_a_torchvision_that_is_missing_or_of_another_build_is_one_line_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+def test_a_librarys_network_of_too_many_parameters_takes_no_memory_before_it_is_refused(libraries):
+    with pytest.raises(TaskError, match="it has 7,200,090,000 parameters, at most are 700,000,000"):
+        make_task("mnist", {"model": "timm:vit_7b"}).shapes()
+
+
+@pytest.mark.parametrize(("library", "module"), [("torchvision", "torchvision.models"), ("timm", "timm")])
+def test_a_library_that_is_missing_or_of_another_build_is_one_line_with_the_remedy(monkeypatch, library, module):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        TaskError, match=r"needs the torchvision of .*, which cannot be imported .*edgefl-fleet\[torchvision\]"
+        TaskError, match=rf"needs the {library} of .*, which cannot be imported .*edgefl-fleet\[{library}\]"
     ):
-        make_task("mnist", {"model": "torchvision:resnet18"}).shapes()
+        make_task("mnist", {"model": f"{library}:resnet18"}).shapes()
 
 
 @pytest.mark.extended
@@ -425,6 +453,16 @@ def test_torchvisions_resnet_is_one_line_where_it_is_installed():
     task = make_task("fashion-mnist", {"model": "torchvision:resnet18"})
     assert sum(spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER) == 11_181_642
     assert trained_factory_model(task, images(5), epochs=None, iterations=1)["fc.weight"].any()
+
+
+@pytest.mark.extended
+def test_a_timm_network_trains_the_last_layer_on_its_own_names_where_it_is_installed():
+    pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'", exc_type=ImportError)
+    task = make_task("fashion-mnist", {"model": "timm:mobilenetv3_small_050", "size": 32})
+    sizes = {spec.name: spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER}
+    assert sum(sizes.values()) == 578_474
+    assert sizes["classifier.weight"] == 10_240
+    assert trained_factory_model(task, images(5), epochs=None, iterations=1)["classifier.weight"].any()
 
 
 class Joined(torch.nn.Module):
