@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, format_option, make_broker_option, print_rows, select_known_columns
+from edgefl.cli.output import (
+    FullHelpGroup,
+    Function,
+    format_option,
+    make_broker_option,
+    print_rows,
+    select_known_columns,
+)
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.cli.stats import drift
@@ -53,45 +60,58 @@ test_option = click.option(
 )
 
 
+_FLEET_OPTIONS = (
+    click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's]."),
+    click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        metavar="NAME[:COUNT]|FILE.toml",
+        help="Kind of board; may be repeated, and is given round and round.",
+    ),
+    click.option(
+        "--dir",
+        "root",
+        type=FOLDER_TYPE,
+        help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
+    ),
+    click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone."),
+    click.option(
+        "--data",
+        type=click.Path(path_type=Path),
+        help="Folder of the data set, or the path that a task of your own reads; digits needs none.",
+    ),
+    click.option(
+        "--shards",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="Data of your own in place of a cut data set: an entry of a folder, or a file, is one device's; "
+        "repeatable.",
+    ),
+    click.option(
+        "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
+    ),
+    test_option,
+    click.option("--faults", type=click.Path(path_type=Path), help="A fault script."),
+    click.option(
+        "--accelerator", metavar="cpu|cuda|cuda:N", help="What trains, such as a GPU [default: the run file's]."
+    ),
+)
+
+
+def fleet_options(function: Function) -> Function:
+    """Adds the options of a virtual fleet: its devices, their data, what trains, and the folder of the history."""
+    for option in reversed(_FLEET_OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.command("simulate")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's].")
-@click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    metavar="NAME[:COUNT]|FILE.toml",
-    help="Kind of board; may be repeated, and is given round and round.",
-)
-@click.option(
-    "--dir",
-    "root",
-    type=FOLDER_TYPE,
-    help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
-)
-@click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone.")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Folder of the data set, or the path that a task of your own reads; digits needs none.",
-)
-@click.option(
-    "--shards",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Data of your own in place of a cut data set: an entry of a folder, or a file, is one device's; repeatable.",
-)
-@click.option(
-    "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
-)
-@test_option
+@fleet_options
 @click.option("--seed", type=click.IntRange(min=0), help="In place of the run file's.")
-@click.option("--faults", type=click.Path(path_type=Path), help="A fault script.")
 @click.option(
     "--workers", type=click.IntRange(0, 256), help="Processes that train; 0 for this one [default: measured]."
-)
-@click.option(
-    "--accelerator", metavar="cpu|cuda|cuda:N", help="What trains, such as a GPU [default: the run file's]."
 )
 @click.option(
     "--reference", is_flag=True, help="Also train one device on all of the data, as a line to compare with."
@@ -126,18 +146,18 @@ def simulate(  # noqa: PLR0913 one per option
         return
     if file is None:
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
-    _use_one_thread()
+    use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
     from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
-    config = _apply_options(load_run(file), test, seed, faults, workers, accelerator)
+    config = apply_options(load_run(file), test, seed, faults, workers, accelerator)
     is_cut = devices is not None or data is not None or scheme is not None
-    _check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
-    with _silence_recorder(), RunProgressBar() as progress:
+    check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
+    with silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
             config,
-            devices=_list_shards(shards) or devices,
+            devices=list_shards(shards) or devices,
             profiles=profiles,
             data=data,
             scheme=scheme,
@@ -159,7 +179,7 @@ def simulate(  # noqa: PLR0913 one per option
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
     if reference:
-        with _silence_recorder(), RunProgressBar() as progress:
+        with silence_recorder(), RunProgressBar() as progress:
             alone = run_simulation(
                 make_reference(read_scales(config, result)),
                 profiles=profiles,
@@ -170,7 +190,7 @@ def simulate(  # noqa: PLR0913 one per option
         click.echo(_format_reference(result, alone), err=fmt != "table")
 
 
-def _check_options(shards: Sequence[Path], *, is_cut: bool, has_test: bool, reference: bool, trains: bool) -> None:
+def check_options(shards: Sequence[Path], *, is_cut: bool, has_test: bool, reference: bool, trains: bool) -> None:
     if shards and is_cut:
         raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
     if has_test and not trains:
@@ -191,7 +211,7 @@ def _format_reference(result: RunResult, alone: RunResult) -> str:
     )
 
 
-def _list_shards(paths: Sequence[Path]) -> list[Path]:
+def list_shards(paths: Sequence[Path]) -> list[Path]:
     """Returns one shard per device: files, and the entries of folders by name, without cards and a test shard.
 
     Raises:
@@ -216,7 +236,7 @@ def _list_shards(paths: Sequence[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _silence_recorder() -> Iterator[None]:
+def silence_recorder() -> Iterator[None]:
     """Keeps lost instructions and evaluations off stderr: they are rows, thousands in simulated fleets."""
     log = logging.getLogger("edgefl.coordinator.runs.history_recorder")
     original_level = log.level
@@ -228,7 +248,7 @@ def _silence_recorder() -> Iterator[None]:
         log.setLevel(original_level)
 
 
-def _apply_options(
+def apply_options(
     config: RunConfig,
     test: Path | None,
     seed: int | None,
@@ -287,7 +307,7 @@ def _format_sources(sources: Mapping[str, str]) -> str:
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
-def _use_one_thread() -> None:
+def use_one_thread() -> None:
     """Limits BLAS to one thread, for equal bits here and in a worker process."""
     if "numpy" not in sys.modules:
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))

@@ -155,7 +155,8 @@ def export(
     "runs",
     multiple=True,
     metavar="RUN",
-    help="A run's id or the beginning of it, its name, or `latest`; several share a sheet [default: latest].",
+    help="A run's id or the beginning of it, its name, a pattern of names such as 'digits-*', or `latest`; several "
+    "share a sheet [default: latest].",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="FILE.png, .pdf or .svg.")
 @click.option("--x", "axis", type=click.Choice(AXES), help="One axis for a curve [default: all, beside each other].")
@@ -165,6 +166,9 @@ def export(
     help="These rounds alone, such as 10:40 or 90: [default: all; timeline: the newest 20].",
 )
 @click.option("--title", default="", help="Above the sheet.")
+@click.option(
+    "--spread", is_flag=True, help="Runs that differ in their seed alone as one curve, their mean, and a band."
+)
 @source_options
 def plot(  # noqa: PLR0913 the options of one command
     *,
@@ -174,6 +178,7 @@ def plot(  # noqa: PLR0913 the options of one command
     axis: str | None,
     rounds: str | None,
     title: str,
+    spread: bool,
     source: Source,
 ) -> None:
     ending = out.suffix.lower()
@@ -188,7 +193,8 @@ def plot(  # noqa: PLR0913 the options of one command
 
     round_range = None if rounds is None else parse_round_range(rounds)
     chosen = runs or ("latest",)
-    content = encode_figure(render_figure(source, kind, chosen, rounds=round_range, axis=axis, title=title), ending)
+    figure = render_figure(source, kind, chosen, rounds=round_range, axis=axis, title=title, spread=spread)
+    content = encode_figure(figure, ending)
     try:
         out.write_bytes(content)
     except OSError as error:

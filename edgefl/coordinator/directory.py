@@ -7,7 +7,6 @@ repeated.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import os
@@ -27,17 +26,16 @@ from edgefl.core.config import (
     HomeAssistantSettings,
     OpenIdSettings,
 )
-from edgefl.core.errors import ConfigError, NotJoinedError, StoreBusyError, StoreError
+from edgefl.core.errors import ConfigError, NotJoinedError
 from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
 from edgefl.core.safe_parsing import format_toml, parse_toml
 from edgefl.core.settings import from_mapping
 from edgefl.system.atomic_files import (
     DATABASE_NAME,
-    DISK_FULL_ERRNOS,
     ChildPath,
+    lock_file,
     make_private_directory,
-    make_store_error,
     remove_temporary_files,
     write_atomic,
 )
@@ -110,7 +108,7 @@ class CoordinatorDirectory:
             StoreError: it cannot be written.
         """
         error_message = f"another coordinator runs on {self.root}; stop it first, or take another --dir"
-        with _lock_file(self.root / "lock", error_message):
+        with lock_file(self.root / "lock", error_message):
             remove_temporary_files(self.root)
             yield
 
@@ -120,7 +118,7 @@ class CoordinatorDirectory:
         Raises:
             StoreError: another broker runs on this directory, or it cannot be written.
         """
-        return _lock_file(
+        return lock_file(
             self.root / "broker.lock",
             f"a broker runs on {self.root} already; stop it first, or let the coordinator use it: "
             "edgefl coordinator start --broker mqtts://HOST:PORT",
@@ -151,21 +149,6 @@ class StartOptions:
     @property
     def has_external_broker(self) -> bool:
         return self.broker.startswith("mqtts://")
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path, error_message: str) -> Iterator[None]:
-    with contextlib.ExitStack() as closers:
-        try:
-            file = closers.enter_context(path.open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreBusyError(error_message) from None
-        except OSError as error:
-            if error.errno in DISK_FULL_ERRNOS:
-                raise make_store_error(path, error) from None
-            raise StoreError(f"{path} cannot be locked: {error.strerror or error}") from None
-        yield
 
 
 def default_directory() -> Path:

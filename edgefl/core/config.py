@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.settings import REST, SECRET, Faults, from_mapping, suggest_name
+from edgefl.core.settings import REST, SECRET, Faults, find_similar, from_mapping, list_options, suggest_name
 from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
@@ -916,22 +917,27 @@ def make_run_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunCo
     return parse_run(config) if isinstance(config, Mapping) else load_run(config)
 
 
-def load_run(path: str | Path) -> RunConfig:
+def load_run(path: str | Path, overrides: Mapping[str, Scalar] = MappingProxyType({})) -> RunConfig:
     """Returns the run file at `path`; relative paths in it are meant from its own folder.
 
+    Args:
+        path: of the file.
+        overrides: values in place of the file's, by setting, such as `strategy.learning_rate`.
+
     Raises:
-        ConfigError: the file is missing, no TOML, or holds a setting that makes no sense.
+        ConfigError: the file is missing, no TOML, or holds a setting that makes no sense, or an override does; its
+            `faults` are without the file's name.
     """
     file, text = Path(path), ""
     try:
         text = file.read_text(encoding="utf-8")
-        config = parse_run(parse_toml(text))
+        config = parse_run(_apply_overrides(parse_toml(text), overrides))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
     except ConfigError as error:
-        raise ConfigError(f"{file}: {add_lines(str(error), text)}") from None
+        raise ConfigError(f"{file}: {add_lines(str(error), text)}", error.faults) from None
     folder, simulation = file.parent.resolve(), config.simulation
     return replace(
         config,
@@ -946,6 +952,34 @@ def load_run(path: str | Path) -> RunConfig:
         ),
         adapt=replace(config.adapt, base=_resolve_base(folder, config.adapt.base)),
     )
+
+
+def _apply_overrides(tables: dict[str, Any], overrides: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Returns the tables of a run file, changed in place.
+
+    Raises:
+        ConfigError: a setting has no section, or lies below one that is no table.
+    """
+    faults = Faults()
+    for setting, value in overrides.items():
+        *path, name = setting.split(".")
+        table: Any = tables
+        for key in path:
+            table = table.setdefault(key, {}) if isinstance(table, dict) else None
+        with faults:
+            if not path or not isinstance(table, dict):
+                raise ConfigError(f"{setting} must be SECTION.NAME: {_suggest_setting(setting)}")
+            table[name] = value
+    faults.check()
+    return tables
+
+
+def _suggest_setting(name: str) -> str:
+    """Returns a hint for a setting that was named without its section."""
+    sections: dict[str, Any] = {key: option.annotation for key, option in list_options(RunConfig).items()}
+    known = {item: key for key, kind in sections.items() if isinstance(kind, type) for item in list_options(kind)}
+    similar = find_similar(name, known)
+    return "such as strategy.learning_rate" if similar is None else f"did you mean {known[similar]}.{similar}?"
 
 
 def add_lines(message: str, text: str) -> str:

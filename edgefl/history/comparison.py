@@ -21,6 +21,7 @@ from edgefl.history.series import RoundSeries
 from edgefl.storage.queries.dashboard import downsample_indices
 
 MARKERS_PER_LINE = 9
+BAND_OPACITY = 0.2
 MAX_POINTS = 2000
 """Of a line; its extremes are always drawn."""
 LOG_AXIS_RATIO = 5.0
@@ -134,6 +135,16 @@ def _draw_panel(panel: Axes, series: Sequence[RoundSeries], metric: PlotMetric, 
                 **_make_curve_style(number, role=role, num_points=len(indices)),
                 gid=f"{run.head.run_id} {name}",
             )
+            if column in run.spread:
+                band = run.spread[column][indices] * metric.factor
+                panel.fill_between(
+                    _get_x_values(run, axis)[indices] / divisor,
+                    values - band,
+                    values + band,
+                    color=plot_style.COLOURS[number % len(plot_style.COLOURS)],
+                    alpha=BAND_OPACITY,
+                    linewidth=0,
+                )
     if axis == "rounds":
         plot_style.set_integer_axis(panel)
     elif _is_uneven(series, axis):

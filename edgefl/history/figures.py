@@ -23,6 +23,7 @@ from edgefl.history.series import (
     RoundRange,
     RoundSeries,
     RunInfo,
+    average_runs,
     find_runs,
     read_assignments,
     read_assignments_between,
@@ -54,7 +55,7 @@ ACTIVITY_STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 ActivitySpans = dict[str, list[tuple[float, float]]]
 
 
-def render_figure(
+def render_figure(  # noqa: PLR0913 the options of a sheet
     source: HistoryReader,
     kind: str | None,
     runs: Sequence[str],
@@ -62,6 +63,7 @@ def render_figure(
     rounds: RoundRange | None = None,
     axis: str | None = None,
     title: str = "",
+    spread: bool = False,
 ) -> Figure:
     """Returns the sheet.
 
@@ -72,6 +74,7 @@ def render_figure(
         rounds: range of rounds; None for all, or for a timeline the newest.
         axis: of `AXES`; None for all suitable ones.
         title: above the sheet.
+        spread: draws runs that differ in their seed alone as their mean, in a band of their standard deviation.
 
     Raises:
         UsageError: an invalid request.
@@ -81,6 +84,8 @@ def render_figure(
         raise UsageError(f"there is no sheet {kind!r}; there are {', '.join(PLOT_KINDS)}")
     if axis is not None and kind not in {None, *CURVE_KINDS}:
         raise UsageError(f"--x chooses the axis of {', '.join(CURVE_KINDS)}; {kind} has one of its own")
+    if spread and kind not in {None, *CURVE_KINDS}:
+        raise UsageError(f"--spread is of {', '.join(CURVE_KINDS)}, not of {kind}")
     found = find_runs(source, runs)
     with plot_style.apply_style():
         if kind == "timeline":
@@ -88,7 +93,7 @@ def render_figure(
         series = [read_rounds(source, run, label=label) for label, run in found.items()]
         if kind is not None and kind not in CURVE_KINDS:
             return _RENDERERS[kind](source, series, rounds, title)
-        series = [_select_rounds(run, rounds) for run in series]
+        series = [_select_rounds(run, rounds) for run in (average_runs(series) if spread else series)]
         default_axes = ("rounds", "time") if kind == "disagreement" else AXES
         metrics = (kind,) if kind else _select_known_metrics(series)
         return comparison.render_curves(series, metrics, default_axes if axis is None else (axis,), title)

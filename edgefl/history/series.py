@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from functools import reduce
 from itertools import pairwise
 from typing import Any, Protocol, Unpack
 
@@ -18,6 +22,9 @@ _ROUND_COLUMNS = (
     "round", "bytes_up", "bytes_down", "num_devices", "num_updates", "accuracy", "loss", "train_loss",
     "node_accuracy", "worst_node_accuracy",
 )  # fmt: skip
+
+_SEED_ENDING = re.compile(r" seed=\d+\Z")
+"""Ending of the names of a sweep's runs."""
 
 READ_BATCH_ROWS = 50_000
 """A run of a million assignments is read in batches: HTTPS answers are limited."""
@@ -78,7 +85,8 @@ class RoundSeries:
     """The closed rounds of a run, in order; each array is [rounds] float64, NaN where unknown.
 
     `elapsed_s` is the time from the start of the run's first round to the end of this one, `transferred_bytes` what
-    crossed the network until then in both directions. `started_s` and `closed_s` are unix seconds.
+    crossed the network until then in both directions. `started_s` and `closed_s` are unix seconds. `spread` are the
+    standard deviations, by column, over the runs whose mean this is.
     """
 
     head: RunInfo
@@ -98,6 +106,7 @@ class RoundSeries:
     node_accuracy: Array
     worst_node_accuracy: Array
     disagreement: Array
+    spread: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.round)
@@ -121,8 +130,49 @@ class RoundSeries:
         if not mask.any():
             available = f"{self.round[0]:.0f} to {self.round[-1]:.0f}"
             raise NotFoundError(f"run {self.label} has rounds {available}, none in {round_range}")
-        arrays = [item.name for item in fields(self) if item.name not in {"head", "label"}]
-        return replace(self, **{name: getattr(self, name)[mask] for name in arrays})
+        return replace(
+            self,
+            **{name: getattr(self, name)[mask] for name in ARRAYS},
+            spread={name: values[mask] for name, values in self.spread.items()},
+        )
+
+
+ARRAYS = tuple(item.name for item in fields(RoundSeries) if item.name not in {"head", "label", "spread"})
+
+
+def average_runs(series: Sequence[RoundSeries]) -> list[RoundSeries]:
+    """Returns one series for runs that differ in nothing but seed and name: their mean, with the spread.
+
+    A mean has the rounds that all of its runs have. A run that no other belongs to stays as it is.
+
+    Raises:
+        NotFoundError: runs that belong together have no round in common.
+    """
+    groups: dict[str, list[RoundSeries]] = {}
+    for one in series:
+        groups.setdefault(_format_settings(one.head), []).append(one)
+    return [_average(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _format_settings(run: RunInfo) -> str:
+    """Returns the settings of a run without seed and name; a run whose settings are unknown is alone."""
+    tables = {name: table for name, table in run.config.items() if name != "run"}
+    own = {name: value for name, value in run.config.get("run", {}).items() if name not in {"seed", "name"}}
+    return json.dumps([tables, own, run.run_id if not run.config else ""], sort_keys=True, default=str)
+
+
+def _average(group: Sequence[RoundSeries]) -> RoundSeries:
+    rounds = reduce(np.intersect1d, [run.round for run in group])
+    if not rounds.size:
+        raise NotFoundError(f"the runs of {group[0].label} have no round in common")
+    columns = {name: np.stack([getattr(run, name)[np.isin(run.round, rounds)] for run in group]) for name in ARRAYS}
+    name = _SEED_ENDING.sub("", group[0].head.name)
+    return replace(
+        group[0],
+        label=f"{name} (mean of {len(group)})",
+        **{key: np.mean(values, axis=0) for key, values in columns.items()},
+        spread={key: np.std(values, axis=0, ddof=1) for key, values in columns.items()},
+    )
 
 
 def read_rounds(
@@ -147,7 +197,7 @@ def read_rounds(
 
 
 def _make_series(run_info: RunInfo, label: str, rows: Sequence[Json]) -> RoundSeries:
-    columns = {name: make_column_array(rows, name) for name in _ROUND_COLUMNS}
+    columns: dict[str, Any] = {name: make_column_array(rows, name) for name in _ROUND_COLUMNS}
     started_s, closed_s = make_column_array(rows, "started_at"), make_column_array(rows, "closed_at")
     facts = [row.get("facts") or {} for row in rows]
     return RoundSeries(
@@ -169,10 +219,25 @@ def make_column_array(rows: Sequence[Json], name: str) -> Array:
 
 
 def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]:
-    """Returns the identified runs, each once, by label: the name, with the id for duplicate names."""
-    runs = list({run.run_id: run for run in map(source.find_run, texts)}.values())
+    """Returns the identified runs, each once, by label: the name, with the id for duplicate names.
+
+    In a text, `*` stands for any part of names: it is the newest run of each that matches.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    run_ids = [run_id for text in texts for run_id in (_match_names(source, text) if "*" in text else [text])]
+    runs = list({run.run_id: run for run in map(source.find_run, run_ids)}.values())
     name_counts = Counter(run.name for run in runs)
     return {run.name if name_counts[run.name] == 1 else f"{run.name} {run.run_id}": run for run in runs}
+
+
+def _match_names(source: HistoryReader, pattern: str) -> list[str]:
+    newest = {row["name"]: row["run_id"] for row in source.read_rows("runs")}
+    run_ids = [run_id for name, run_id in newest.items() if fnmatchcase(name, pattern)]
+    if not run_ids:
+        raise NotFoundError(f"no run's name matches {pattern!r}; `edgefl history runs` has them")
+    return run_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,8 @@ class SimulationHistory:
         devices: the eligible devices.
         clock: virtual seconds since the run began.
         on_change: called with the run's progress after every round.
+        run_id: of the run, with a number appended if the store has it already; None for one that follows from the
+            run's content.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SimulationHistory:
         *,
         clock: Callable[[], float],
         on_change: OnChange | None = None,
+        run_id: str | None = None,
     ) -> None:
         self._store, self._clock, self._on_change = store, clock, on_change
         self._started_at = _compute_start_time(store)
@@ -59,8 +62,8 @@ class SimulationHistory:
         for name in ("workers", "data"):
             self._config["simulation"].pop(name, None)
         self._config.pop("models", None)  # a simulation keeps its last one
-        self.run_id = _create_run_id(store, self._config, devices)
-        self._name = config.run.name or f"{config.run.task}-{config.strategy.name}"
+        self.run_id = _make_unique(store, run_id or _hash_content(self._config, devices))
+        self._name = make_run_name(config)
         self._history = _BatchedHistoryWriter(store, self.run_id)
         self._log: RunLog | None = None
         store.add_run(
@@ -194,6 +197,11 @@ class _BatchedHistoryWriter(HistoryWriter):
         super().flush()
 
 
+def make_run_name(config: RunConfig) -> str:
+    """Returns the name that a run has in the history: its own, or else of its task and strategy."""
+    return config.run.name or f"{config.run.task}-{config.strategy.name}"
+
+
 def _create_device_row(info: DeviceInfo) -> SimulatedDeviceRow:
     return SimulatedDeviceRow(
         device_id=info.device_id,
@@ -210,11 +218,14 @@ def _compute_start_time(store: Store) -> float:
     return max(end_times) + BETWEEN_RUNS_S if end_times else SIMULATION_EPOCH
 
 
-def _create_run_id(store: Store, config: Mapping[str, Any], devices: Sequence[DeviceInfo]) -> str:
-    """Returns an id derived from the run's content, with a number appended if the store has it already."""
+def _hash_content(config: Mapping[str, Any], devices: Sequence[DeviceInfo]) -> str:
     facts = [[info.device_id, dict(info.capabilities), dict(info.examples)] for info in devices]
     text = json.dumps([config, facts], sort_keys=True, default=str)
-    base_id = f"sim-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    return f"sim-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def _make_unique(store: Store, run_id: str) -> str:
+    """Returns the id, with a number appended if the store has it already."""
     existing_ids = {record.run_id for record in store.list_runs()}
-    numbers = (f"{base_id}-{number}" for number in range(2, len(existing_ids) + 3))
-    return base_id if base_id not in existing_ids else next(name for name in numbers if name not in existing_ids)
+    numbers = (f"{run_id}-{number}" for number in range(2, len(existing_ids) + 3))
+    return run_id if run_id not in existing_ids else next(name for name in numbers if name not in existing_ids)

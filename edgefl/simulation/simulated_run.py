@@ -42,6 +42,7 @@ from edgefl.device.conditions.run_conditions import NO_RUN_CONDITIONS
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, should_find_scales
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
@@ -79,6 +80,7 @@ from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, write_atomic
 from edgefl.tasks.analyses.registry import parse_analysis
+from edgefl.tasks.datasets.partitioning import parse_scheme
 from edgefl.tasks.registry import import_torch
 
 log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     bookkeeping_only: bool = False,
     on_change: OnChange | None = None,
     allow_modules: Sequence[str] = (),
+    run_id: str | None = None,
 ) -> RunResult:
     """Trains on a simulated fleet and returns the history; arguments override the run file's `[simulation]`.
 
@@ -121,6 +124,8 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         bookkeeping_only: no training: times, bytes and schedules only.
         on_change: called with the run's progress, as in `edgefl run show`.
         allow_modules: modules whose classes the run file may name, as `--allow-module`.
+        run_id: of the run in the history, with a number appended where it is taken; None for one that follows from
+            the settings and the devices.
 
     Raises:
         EdgeflError: the run file is invalid, data is missing, or the run failed.
@@ -144,7 +149,30 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         simulation = stack.enter_context(closing(_Simulation(run_config, fleet_data)))
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
-            return _build_result(store, simulation.run(store, folder, on_change), folder)
+            return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
+
+
+def check_simulation(
+    config: RunConfig,
+    *,
+    devices: int | Sequence[str | Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: str | Path | None = None,
+    scheme: str | None = None,
+) -> tuple[RunConfig, StoppingCriteria]:
+    """Returns the run file with the arguments of `simulate` applied, and when the run ends; reads no data.
+
+    Raises:
+        EdgeflError: something in it makes no sense.
+    """
+    config = _load_config(config, devices, profiles, data, scheme)
+    goal = build_run(config, "simulated").goal
+    section = config.simulation
+    parse_scheme(section.scheme or default_scheme(config.run.task))
+    catalogue = load_catalogue([] if section.profile_file is None else [section.profile_file])
+    catalogue.assign_profiles(section.profiles, section.devices)
+    load_run_faults(config, make_device_names(section.devices))
+    return config, goal
 
 
 def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
@@ -157,7 +185,7 @@ def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
         closing(_Simulation(make_scales_run(config), data)) as simulation,
         Store.open(folder / DATABASE_NAME) as store,
     ):
-        result = _build_result(store, simulation.run(store, folder, None), folder).result
+        result = _build_result(store, simulation.run(store, folder, None, None), folder).result
     assert result is not None
     found = parse_json(result.read_bytes())
     for column in found["columns"]:
@@ -331,8 +359,8 @@ class _Simulation:
         else:
             self._backend = make_backend(config, data, names, self._components, time.perf_counter)
 
-    def run(self, store: Store, folder: Path, on_change: OnChange | None) -> str:
-        """Runs to the end; returns the run id."""
+    def run(self, store: Store, folder: Path, on_change: OnChange | None, run_id: str | None) -> str:
+        """Runs to the end; returns the run id, which begins with `run_id` if there is one."""
         assembled = self._components
         limits = ClaimLimits(
             task=self._config.run.task,
@@ -349,7 +377,9 @@ class _Simulation:
             conditions=self._make_conditions(),
         )
         devices = [board.info for board in self._devices]
-        history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
+        history = SimulationHistory(
+            store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change, run_id=run_id
+        )
         limits.on_bounded = lambda claim: history.record_event(CLAIM_BOUNDED, claim.device_id, str(claim))
         strategy, policy = assembled.strategy, self._make_policy()
         try:

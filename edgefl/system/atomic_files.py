@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from edgefl.core.errors import DataError, StoreError, StoreFullError
+from edgefl.core.errors import DataError, StoreBusyError, StoreError, StoreFullError
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TEMPORARY_SUFFIX = ".tmp"
@@ -124,6 +124,27 @@ def sync_directory(directory: Path) -> None:
     """Makes creations and removals of names in `directory` durable."""
     with _open_directory(directory) as descriptor:
         os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def lock_file(path: Path, error_message: str) -> Iterator[None]:
+    """Holds a lock file for the block; the lock ends with its process, the file stays.
+
+    Raises:
+        StoreBusyError: another process has it; the text is `error_message`.
+        StoreError: the file cannot be written.
+    """
+    with contextlib.ExitStack() as closers:
+        try:
+            file = closers.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusyError(error_message) from None
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRNOS:
+                raise make_store_error(path, error) from None
+            raise StoreError(f"{path} cannot be locked: {error.strerror or error}") from None
+        yield
 
 
 def is_locked(lock: Path) -> bool:

@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import plotted_store as made
 import pytest
@@ -122,3 +123,17 @@ def test_a_wish_that_cannot_be_met_is_one_error(sheet, kind, runs, wish, error, 
 def test_every_kind_is_drawn(sheet):
     for kind in PLOT_KINDS:
         assert sheet(kind, "nodes").axes, kind
+
+
+def test_a_spread_is_a_band_around_the_mean_and_of_curves_alone(store):
+    class Reader(made.StoreReader):
+        def find_run(self, text):
+            return replace(super().find_run(text), config={"run": {"seed": len(text)}, "strategy": {}})
+
+    reader = Reader(store)
+    panel = render_figure(reader, "accuracy", ["sync", "late"], axis="rounds", spread=True).axes[0]
+    assert len(panel.collections) == 1
+    assert [len(line.get_xdata()) for line in panel.lines] == [3]
+    assert not render_figure(reader, "accuracy", ["sync", "late"], axis="rounds").axes[0].collections
+    with pytest.raises(UsageError, match="--spread is of accuracy, loss, disagreement, not of traffic"):
+        render_figure(reader, "traffic", ["sync"], spread=True)

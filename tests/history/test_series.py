@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import plotted_store as made
 import pytest
@@ -6,6 +8,7 @@ from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.history import series as assignments
 from edgefl.history.series import (
     RoundRange,
+    average_runs,
     find_runs,
     parse_round_range,
     read_assignments,
@@ -116,3 +119,36 @@ def test_a_large_run_is_read_in_parts_and_nothing_twice(store, monkeypatch):
     assert sorted(parts.dispatched_at) == sorted(whole.dispatched_at)
     assert len(parts) == 50
     assert sorted(set(read_assignments_between(source, run, 1006.0, 1013.0).round)) == [2, 3]
+
+
+def test_a_pattern_takes_the_newest_run_of_each_name_that_matches(store):
+    for run_id, name in (("r1", "lr=1 seed=1"), ("r2", "lr=1 seed=2"), ("r3", "lr=1 seed=1"), ("r4", "other")):
+        made.add_run(store, name, run_id=run_id)
+    found = find_runs(made.StoreReader(store), ["lr=1 *", "other"])
+    assert [run.run_id for run in found.values()] == ["r3", "r2", "r4"]
+    with pytest.raises(NotFoundError, match=r"no run's name matches 'lr=2\*'"):
+        find_runs(made.StoreReader(store), ["lr=2*"])
+
+
+def test_runs_that_differ_in_their_seed_alone_become_their_mean_over_common_rounds(store):
+    def read(name, accuracies, seed, rate=0.1):
+        run = read_series(store, made.add_synchronous(store, name, rounds=len(accuracies), accuracies=accuracies))
+        config = {"run": {"task": "digits", "seed": seed, "name": name}, "strategy": {"learning_rate": rate}}
+        return replace(run, head=replace(run.head, config=config))
+
+    runs = [
+        read("lr=0.1 seed=1", {1: 0.1, 2: 0.5, 3: 0.6}, 1),
+        read("lr=0.5 seed=1", {1: 0.3}, 1, rate=0.5),
+        read("lr=0.1 seed=2", {1: 0.3, 2: 0.7}, 2),
+    ]
+    mean, alone = average_runs(runs)
+    assert (mean.label, alone.label) == ("lr=0.1 (mean of 2)", "lr=0.5 seed=1")
+    assert mean.round.tolist() == [1, 2]
+    assert mean.accuracy.tolist() == pytest.approx([0.2, 0.6])
+    assert mean.spread["accuracy"].tolist() == pytest.approx([np.sqrt(0.02)] * 2)
+    assert mean.select_rounds(RoundRange(2, 2)).spread["accuracy"].shape == (1,)
+    assert not alone.spread
+    unknown = [replace(run, head=replace(run.head, config={})) for run in runs]
+    assert [run.label for run in average_runs(unknown)] == [run.label for run in runs]
+    with pytest.raises(NotFoundError, match="no round in common"):
+        average_runs([runs[0].select_rounds(RoundRange(3, 3)), runs[2]])
