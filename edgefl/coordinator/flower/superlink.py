@@ -26,12 +26,19 @@ from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import (
     NOOP_ACCOUNT_NAME,
     NOOP_FLWR_AID,
-    SUPERLINK_NODE_ID,
     SubStatus,
 )
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+from flwr.proto.fab_pb2 import GetFabRequest
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.run_pb2 import GetRunRequest
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
     NOOP_FEDERATION_ID,
@@ -39,29 +46,18 @@ from flwr.supercore.constant import (
     NodeStatus,
     TaskType,
 )
-from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import (
-    UnexpectedObjectContentError,
-    get_all_nested_objects,
-    get_object_body,
-    get_object_head_values_from_object_content,
-    get_object_id,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, validate_object_content
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.servicer.fleet import fleet_handlers
 from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
 from edgefl.coordinator.flower.fleet_api import (
-    FLEET_PREFIX,
     MAX_OBJECT_BYTES,
     PULL_MESSAGES,
     PULL_OBJECT,
@@ -77,6 +73,7 @@ from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembl
 from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request, verify_timestamp
 from edgefl.coordinator.flower.stock_messages import StockInstruction, encode_stock_reply, read_part
 from edgefl.core.errors import DataError, NetworkError, NotAllowedError
+from edgefl.core.flower_objects import compute_object_id, parse_chunk, parse_object
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
     CHUNK_BYTES,
@@ -92,6 +89,7 @@ from edgefl.core.protocol import (
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.flower.app_bundle import AppBundle
+from edgefl.flower.app_job import SERVER_NODE_ID
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +119,18 @@ _HANDLERS: Mapping[str, Handler] = {
     "get-run": fleet_handlers.get_run,
     "get-fab": fleet_handlers.get_fab,
 }
+_REQUESTS: Mapping[str, Any] = {
+    "activate-node": ActivateNodeRequest,
+    "deactivate-node": DeactivateNodeRequest,
+    "send-node-heartbeat": SendNodeHeartbeatRequest,
+    PULL_MESSAGES: PullMessagesRequest,
+    PUSH_MESSAGES: PushMessagesRequest,
+    PUSH_OBJECT: PushObjectRequest,
+    PULL_OBJECT: PullObjectRequest,
+    "confirm-message-received": ConfirmMessageReceivedRequest,
+    "get-run": GetRunRequest,
+    "get-fab": GetFabRequest,
+}
 
 
 def prepare_body(body: bytes) -> PreparedBody:
@@ -128,7 +138,7 @@ def prepare_body(body: bytes) -> PreparedBody:
         return PreparedBody(inline=body)
     view = memoryview(body)
     chunks = tuple(ArrayChunk(view[i : i + CHUNK_BYTES]).deflate() for i in range(0, len(body), CHUNK_BYTES))
-    return PreparedBody(inline=None, chunk_ids=tuple(get_object_id(chunk) for chunk in chunks), chunks=chunks)
+    return PreparedBody(inline=None, chunk_ids=tuple(compute_object_id(chunk) for chunk in chunks), chunks=chunks)
 
 
 class ChunkStore(InMemoryObjectStore):
@@ -327,7 +337,7 @@ class NotifyingLinkState(InMemoryLinkState):
                 self._remove_undelivered(node_id, message_id)
                 if message is None:
                     continue
-                message.metadata.delivered_at = now().isoformat()
+                message.metadata.delivered_at = _now().isoformat()
                 messages.append(message)
                 if len(messages) == limit:
                     break
@@ -381,7 +391,7 @@ class NotifyingLinkState(InMemoryLinkState):
         with self._lock_object_push_sessions:
             session = self._object_push_sessions.get(session_id)
             if session is not None:
-                session.expires_at = now() + dt.timedelta(seconds=OBJECT_PUSH_SESSION_TTL_SECONDS)
+                session.expires_at = _now() + dt.timedelta(seconds=OBJECT_PUSH_SESSION_TTL_SECONDS)
 
     def close_push_sessions(self, run_id: int) -> None:
         self.partial_replies.remove(lambda reply: reply.metadata.run_id == run_id)
@@ -448,7 +458,7 @@ _CHILD_KINDS: Mapping[str, frozenset[str]] = {
     )
 }
 """Kinds of objects, and what each refers to, as Flower writes them: so none can be deep."""
-_TABLES: Mapping[str, Any] = {kind.__qualname__: kind for kind in (ArrayRecord, RecordDict)}
+_TABLES = frozenset({ArrayRecord.__qualname__, RecordDict.__qualname__})
 
 
 def _measure_object(
@@ -466,21 +476,31 @@ def _measure_object(
         KeyError, IndexError, ValueError, TypeError, AttributeError: an object is missing, or makes no sense.
     """
     content = contents[object_id]
-    kind, children, _ = get_object_head_values_from_object_content(content)
+    found = parse_object(content)
+    kind, children = found.kind, found.children
     if kind not in kinds:
         raise ValueError(f"a {kind[:40]!r} is where {' or '.join(sorted(kinds)) or 'nothing'} should be")
     if object_id not in sizes:
-        referred = children
+        referred = list(children)
         if kind == Array.__qualname__:
-            referred = [children[i] for i in parse_json(get_object_body(content, Array))["arraychunk_ids"]]
+            referred = [children[i] for i in parse_json(found.body)["arraychunk_ids"]]
         elif kind in _TABLES:
-            referred = list(parse_json(get_object_body(content, _TABLES[kind])).values())
+            referred = list(parse_json(found.body).values())
         counts = Counter(referred)
         if counts.keys() != set(children):
             raise ValueError(f"a {kind} refers to other objects than its head names")
         measured = (n * _measure_object(child, contents, _CHILD_KINDS[kind], sizes) for child, n in counts.items())
         sizes[object_id] = len(content) + sum(measured)
     return sizes[object_id]
+
+
+def _make_tree(object_id: str, contents: Mapping[str, bytes]) -> ObjectTree:
+    children = parse_object(contents[object_id]).children
+    return ObjectTree(object_id=object_id, children=[_make_tree(child, contents) for child in children])
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
 
 
 def _make_rejection(reason: str) -> FlowerError:
@@ -499,7 +519,7 @@ class FlowerFleetServicer:
 
     def __init__(self, state: NotifyingLinkState, on_supernode: OnSuperNode) -> None:
         self._state, self._on_supernode = state, on_supernode
-        self._nonces = NonceMemory(now().timestamp())
+        self._nonces = NonceMemory(_now().timestamp())
         self._cached_answers: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -514,7 +534,7 @@ class FlowerFleetServicer:
             node_id = self._state.get_node_id_by_public_key(key)
             if node_id is None:
                 raise NotAllowedError("its key or its signature does not count")
-            now_s = now().timestamp()
+            now_s = _now().timestamp()
             if node_id in self._state.supernodes:
                 verify_timestamp(request, key, now_s=now_s)
                 return int(node_id)
@@ -537,7 +557,7 @@ class FlowerFleetServicer:
             NotAllowedError: a pushed object is not the one that was signed.
         """
         try:
-            message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
+            message = _REQUESTS[method]()
             message.ParseFromString(body)
             node_id = self._check_node(request, message)
             if method == PUSH_MESSAGES and node_id in self._state.supernodes:  # a refused reply, too, ends its work
@@ -638,10 +658,9 @@ def _check_object(object_id: str, content: bytes) -> None:
     if len(content) > MAX_OBJECT_BYTES:
         raise _make_rejection(f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(content)}")
     try:
-        if get_object_id(content) == object_id:
-            validate_object_content(content)
+        if compute_object_id(content) == object_id and parse_object(content).kind in _CHILD_KINDS:
             return
-    except (ValueError, UnexpectedObjectContentError):
+    except ValueError:
         raise NotAllowedError("its object is malformed") from None
     raise NotAllowedError("its object is not the one that was signed")
 
@@ -772,7 +791,7 @@ class SuperLink:
             ids = [tree.object_id, *(child.object_id for child in tree.children)]
             buffer = io.BytesIO()
             for object_id in ids:  # only one chunk at a time is in memory twice
-                chunk = get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk)
+                chunk = parse_chunk(self.state.object_store.get(object_id) or b"")
                 buffer.write(memoryview(chunk)[REPLY_SALT_BYTES:])
             body = buffer.getvalue()
         return header, body
@@ -844,7 +863,7 @@ class FlowerRun:
                 Reply(node_id=node_id, instruction_id=message_id, header=ready, body=b"", bytes_up=0, bytes_down=0)
             )
             return message_id
-        joined = b"".join(get_object_body(chunk, ArrayChunk) for chunk in body.chunks)
+        joined = b"".join(map(parse_chunk, body.chunks))
         try:
             part, content = read_part(joined if body.inline is None else body.inline)
         except DataError as error:
@@ -853,8 +872,8 @@ class FlowerRun:
         with no_object_id_recompute():
             message = make_message(metadata=metadata, content=content)
             objects = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
-            tree = get_object_tree(message)
-        message_id = str(tree.object_id)
+        message_id = next(reversed(objects))  # each comes behind those that it refers to
+        tree = _make_tree(message_id, objects)
         self._state.stock_instructions[message_id] = StockInstruction.create(
             header,
             part,
@@ -876,7 +895,7 @@ class FlowerRun:
         return Metadata(
             run_id=self._run_id,
             message_id=message_id,
-            src_node_id=SUPERLINK_NODE_ID,
+            src_node_id=SERVER_NODE_ID,
             dst_node_id=node_id,
             reply_to_message_id="",
             group_id=group_id,

@@ -28,12 +28,12 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, NetworkError
+from edgefl.core.flower_objects import compute_object_id, parse_chunk
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
     CHUNK_BYTES,
@@ -277,7 +277,7 @@ class SuperNode:
         response = _send_request(client.PullObject, request)
         if not response.object_available:
             raise NetworkError("the coordinator has taken the work back while its model was on the way")
-        return get_object_body(response.object_content, ArrayChunk)
+        return parse_chunk(response.object_content)
 
     def create_reply(self, instruction: PulledInstruction, reply_content: ReplyContent) -> Message:
         """Returns the reply to an instruction, which is answered with it."""
@@ -320,7 +320,7 @@ class SuperNode:
             self._push_message(client, reply, tree)
             return
         chunks_by_id = {
-            get_object_id(chunk): chunk for chunk in _encode_chunks(reply.metadata.reply_to_message_id, body)
+            compute_object_id(chunk): chunk for chunk in _encode_chunks(reply.metadata.reply_to_message_id, body)
         }
         root_id, *child_ids = chunks_by_id
         tree = ObjectTree(object_id=root_id, children=[ObjectTree(object_id=object_id) for object_id in child_ids])

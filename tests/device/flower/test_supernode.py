@@ -146,7 +146,7 @@ def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_
     message = SimpleNamespace(metadata=metadata, content={RECORD_HEADER: {FIELD_JSON: "{}"}})
     tree = SimpleNamespace(children=[SimpleNamespace(object_id=str(number)) for number in range(5)])
     monkeypatch.setattr("edgefl.device.flower.supernode.message_from_proto", lambda _: message)
-    monkeypatch.setattr("edgefl.device.flower.supernode.get_object_body", lambda *_: b"chunk")
+    monkeypatch.setattr("edgefl.device.flower.supernode.parse_chunk", lambda *_: b"chunk")
 
     def pull_object(_request):
         pulled.append(1)
