@@ -9,7 +9,10 @@ stay warm. What an example downloads is read from local files instead (`harness/
 `mnist/` and `fashion-mnist/`. An example runs if it finished and no board failed a message.
 
 Without `--flower` the no-op app of `round_overhead.py` is run alone. With `--compare` it is run on stock Flower, too,
-and both are measured as there: a round, and the memory of a board with all of its processes.
+and both are measured as there: a round, and the memory of a board with all of its processes. With `--flower` that is
+done with the first example of `--only` (`quickstart-pytorch`): the whole run from its submission, the seconds of its
+strategy and the accuracy of each round, as its ServerApp logs them. torch is seeded with the run's seed in all
+processes of both.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from harness import options
 from harness.process_trees import Meter, adopt_orphans, end_descendants
 from harness.stock_flower import APP, StockFleet, StockFlowerError, scripts
 
+from edgefl.core.config import RunSection
 from edgefl.core.errors import EdgeflError
 from edgefl.flower.app_folder import AppFolder, read_app
 from edgefl.flower.app_job import get_job_name, make_app_run
@@ -45,6 +49,9 @@ NUM_IMAGES = 900
 ROUNDS, STOCK_ROUNDS, MODEL_BYTES, STOCK_TIMEOUT_S = 40, 4, 1_000_000, 300.0
 ROUND_KEYS = ("num-server-rounds", "num-rounds")
 MAX_REASON_CHARS = 200
+STOCK_EXAMPLE_S = 1800.0
+STRATEGY_S = re.compile(r"Strategy execution finished in ([\d.]+)s")
+CENTRAL_ACCURACY = re.compile(r"MetricRecord: \{'accuracy': ([\d.e+-]+)")
 FAILURE = re.compile(r"\w*(Error|Exception|Exit)\b.*")
 FAILURE_KINDS = frozenset({"lost", "failed"})
 
@@ -120,6 +127,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideRun:
+    """An example on one side: seconds from submission to end and of the strategy, bytes of a board, accuracies."""
+
+    run_s: float
+    strategy_s: float
+    board_bytes: float
+    accuracies: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SideCosts:
     """What one side took: seconds of a round, bytes of a board with all of its processes."""
 
@@ -132,6 +149,9 @@ def main() -> int:
     adopt_orphans()
     root = Path(tempfile.mkdtemp(prefix="edgefl-flower-examples-"))
     try:
+        if arguments.compare and arguments.flower is not None:
+            print(_compare_example(arguments, root))
+            return 0
         if arguments.compare:
             print(_format_comparison(_measure_edgefl(root / "edgefl"), _measure_stock(root / "stock")))
             return 0
@@ -155,10 +175,7 @@ def _run_all(arguments: argparse.Namespace, root: Path) -> list[Outcome]:
     if arguments.flower is None:
         noop = Example(name="noop-app", tells="nothing", run_config='result="result.json" num-devices=3')
         return [_try_example(noop, APP, root / "noop-app", None)]
-    data = root / "data"
-    from harness.flower_datasets import write_data_sets  # noqa: PLC0415 needs packages of the examples
-
-    write_data_sets(data, arguments.data, num_images=arguments.images)
+    data = _write_data(arguments, root)
     outcomes = []
     for example in EXAMPLES:
         if arguments.only and example.name not in arguments.only:
@@ -168,6 +185,15 @@ def _run_all(arguments: argparse.Namespace, root: Path) -> list[Outcome]:
         outcomes.append(_try_example(example, folder, root / example.name, data))
         print(outcomes[-1].reason or f"ran in {outcomes[-1].seconds:.1f} s", file=sys.stderr, flush=True)
     return outcomes
+
+
+def _write_data(arguments: argparse.Namespace, root: Path) -> Path:
+    from harness.flower_datasets import write_data_sets  # noqa: PLC0415 needs packages of the examples
+
+    write_data_sets(root / "data", arguments.data, num_images=arguments.images)
+    if arguments.compare:
+        (root / "data" / "seed").write_text(str(RunSection(task="").seed))
+    return root / "data"
 
 
 def _try_example(example: Example, folder: Path, root: Path, data: Path | None) -> Outcome:
@@ -240,6 +266,68 @@ def _format_comparison(ours: SideCosts, stock: SideCosts) -> str:
     return "\n".join(lines)
 
 
+def _compare_example(arguments: argparse.Namespace, root: Path) -> str:
+    """Runs an example on both sides in turn; returns a table with a line of each run."""
+    names = arguments.only or ["quickstart-pytorch"]
+    example = next(one for one in EXAMPLES if one.name == names[0])
+    folder, data = arguments.flower / "examples" / example.name, _write_data(arguments, root)
+    sides = {"edgefl": _run_edgefl, "stock Flower": _run_stock}
+    head = example.name, "run", "its strategy", "board (PSS, peak)", "accuracy by round", "load"
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|---|"]
+    for number in range(arguments.repeats):
+        for side, run in sides.items():
+            done, load = run(example, folder, root / f"{number}-{side.split()[0]}", data), os.getloadavg()[0]
+            accuracies = " ".join(f"{value:.4f}" for value in done.accuracies)
+            seconds = f"{done.run_s:.1f} s", f"{done.strategy_s:.1f} s"
+            cells = *seconds, f"{done.board_bytes / 1e6:.0f} MB", accuracies, f"{load:.0f}"
+            lines.append(f"| {side} | {' | '.join(cells)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def _run_edgefl(example: Example, folder: Path, root: Path, data: Path) -> SideRun:
+    app = read_app(folder)
+    with _start_fleet(example, app, root, data) as fleet:
+        config = make_app_run(app, example.run_config, name=None, num_boards=example.num_boards, groups=())
+        with Meter({name: process.pid for name, process in fleet.processes.items()}) as meter:
+            begin_s = time.time()
+            run_id = fleet.submit(config)
+            fleet.wait_for_run(run_id)
+            end_s = time.time()
+        fleet.run_command("run", "result", run_id, "--out", str(root / "result.zip"))
+        names = [name for name in fleet.processes if name != COORDINATOR]
+    with zipfile.ZipFile(root / "result.zip") as result:
+        return _summarise_run(meter, names, begin_s, end_s, result.read("server-app.log").decode(errors="replace"))
+
+
+def _run_stock(example: Example, folder: Path, root: Path, data: Path) -> SideRun:
+    site = root.with_name(f"{root.name}-site")
+    site.mkdir(parents=True)
+    _add_data(site, data)
+    superlink = [str(scripts() / "flower-superlink")]
+    with StockFleet(root=root, num_devices=example.num_boards, superlink=superlink, site=site) as fleet:
+        options = ["--stream", *(["--run-config", example.run_config] if example.run_config else [])]
+        with Meter({name: process.pid for name, process in fleet.processes.items()}) as meter:
+            begin_s = time.time()
+            log = fleet.submit(folder, options, timeout_s=STOCK_EXAMPLE_S)
+            end_s = time.time()
+        names = [name for name in fleet.processes if name != COORDINATOR]
+        return _summarise_run(meter, names, begin_s, end_s, log)
+
+
+def _summarise_run(meter: Meter, names: Sequence[str], begin_s: float, end_s: float, log: str) -> SideRun:
+    peaks = [meter.cost(name, begin_s, end_s).peak_bytes for name in names]
+    accuracies = tuple(float(value) for value in CENTRAL_ACCURACY.findall(log))
+    if not accuracies or (strategy := STRATEGY_S.search(log)) is None:
+        raise StockFlowerError(f"the app said nothing of its accuracy: {log[-500:]}")
+    return SideRun(
+        run_s=end_s - begin_s,
+        strategy_s=float(strategy[1]),
+        board_bytes=statistics.mean(peaks),
+        accuracies=accuracies,
+    )
+
+
 def _parse_rounds(example: Example) -> dict[str, str]:
     return dict(pair.partition("=")[::2] for pair in example.run_config.split() if pair.startswith(ROUND_KEYS))
 
@@ -250,8 +338,7 @@ def _start_fleet(example: Example, app: AppFolder, root: Path, data: Path | None
     with zipfile.ZipFile(write_app_wheel(app, root / "dist")) as wheel:
         wheel.extractall(site)
     if data is not None:
-        shutil.copyfile(HARNESS / "flower_data" / "sitecustomize.py", site / "sitecustomize.py")
-        shutil.copytree(data, site / "data", copy_function=os.link)
+        _add_data(site, data)
     devices = []
     for number in range(1, example.num_boards + 1):
         files = root / f"files-{number}"
@@ -263,6 +350,12 @@ def _start_fleet(example: Example, app: AppFolder, root: Path, data: Path | None
     paths = [str(site), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EDGEFL_CONFINE": "auto"}
     return LocalFleet(root=root / "fleet", devices=devices, environment=environment)
+
+
+def _add_data(site: Path, data: Path) -> None:
+    """Puts the data sets into a folder of modules, and what reads them in the place of the network."""
+    shutil.copyfile(HARNESS / "flower_data" / "sitecustomize.py", site / "sitecustomize.py")
+    shutil.copytree(data, site / "data", copy_function=os.link)
 
 
 def _find_failure(fleet: LocalFleet, run_id: str) -> str:
@@ -293,7 +386,8 @@ def _parse() -> argparse.Namespace:
     add("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="folder of the pictures [$EDGEFL_DATA]")
     add("--only", nargs="+", choices=[example.name for example in EXAMPLES], help="these examples [all]")
     add("--images", type=int, default=NUM_IMAGES, help="training images of all boards [%(default)s]")
-    add("--compare", action="store_true", help="the no-op app on edgefl and on stock Flower")
+    add("--compare", action="store_true", help="one app on edgefl and on stock Flower: the no-op app, or an example")
+    add("--repeats", type=int, default=1, help="of an example's comparison [%(default)s]")
     add("--keep", action="store_true", help="leave logs and results where they are, and say where")
     add("--json", action="store_true", help="print one JSON array instead of a table")
     arguments = options.parse(parser, images=90)

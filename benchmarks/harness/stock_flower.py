@@ -54,7 +54,8 @@ class StockFlowerError(Exception):
 class StockFleet:
     """A SuperLink and some SuperNodes; use it as a context manager. `root` holds their logs and FLWR_HOMEs.
 
-    `superlink` is the beginning of the SuperLink's command line; `link` is what each SuperNode is behind.
+    `superlink` is the beginning of the SuperLink's command line; `link` is what each SuperNode is behind; `site` is a
+    folder of modules for all of its processes.
     """
 
     root: Path
@@ -62,6 +63,7 @@ class StockFleet:
     superlink: Sequence[str]
     is_awake: bool = False
     link: Link | None = None
+    site: Path | None = None
     port: int = field(default_factory=find_free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _links: ExitStack = field(default_factory=ExitStack)
@@ -78,6 +80,7 @@ class StockFleet:
                     f"device-{number}",
                     str(scripts() / "flower-supernode"), "--insecure",
                     "--superlink", f"{LOOPBACK}:{self._near_port()}", "--port", str(find_free_port()),
+                    "--node-config", f"partition-id={number - 1} num-partitions={self.num_devices}",
                 )  # fmt: skip
         except BaseException:
             self.stop()
@@ -93,11 +96,7 @@ class StockFleet:
         Raises:
             StockFlowerError: it was not submitted, or is not through within `timeout_s`.
         """
-        app, result = self.root / "app", self.root / "result.json"
-        shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
-        home = self.root / "home-user"
-        home.mkdir()
-        (home / "config.toml").write_text(CONNECTION.format(port=self.port))
+        result = self.root / "result.json"
         settings = [
             f"num-rounds={num_rounds}",
             f"num-devices={self.num_devices}",
@@ -105,11 +104,31 @@ class StockFleet:
             f"train-s={train_s:.3f}",
             f'result="{result}"',
         ]
-        options = [word for setting in settings for word in ("--run-config", setting)]
-        self._submit([str(scripts() / "flwr"), "run", str(app), "benchmark", *options], home)
+        self.submit(APP, [word for setting in settings for word in ("--run-config", setting)])
         self._wait(result.exists, f"{num_rounds} rounds", timeout_s)
         measured: dict[str, Any] = json.loads(result.read_text())
         return measured
+
+    def submit(self, source: Path, options: Sequence[str] = (), *, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Submits an app, and returns what `flwr run` says; with `--stream`, at the app's end.
+
+        Raises:
+            StockFlowerError: the app was not submitted, or is not through within `timeout_s`.
+        """
+        app, home = self.root / "app", self.root / "home-user"
+        shutil.copytree(source, app, ignore=shutil.ignore_patterns("__pycache__"))
+        home.mkdir()
+        (home / "config.toml").write_text(CONNECTION.format(port=self.port))
+        words = [str(scripts() / "flwr"), "run", str(app), "benchmark", *options]
+        try:
+            done = subprocess.run(
+                words, env=self._environment(home), capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise StockFlowerError(f"`flwr run` took more than {timeout_s:.0f} s") from None
+        if done.returncode != 0:
+            raise StockFlowerError(f"`flwr run` failed: {done.stdout.strip()} {done.stderr.strip()}")
+        return done.stdout + done.stderr
 
     def stop(self) -> None:
         """Asks SuperNodes and SuperLink to end; app processes that outlive them are `end_descendants`' business."""
@@ -131,18 +150,6 @@ class StockFleet:
         self._links.enter_context(linked(self.link, [((LOOPBACK, port), (LOOPBACK, self.port))]))
         return port
 
-    def _submit(self, arguments: Sequence[str], home: Path) -> None:
-        done = subprocess.run(
-            arguments,
-            env=self._environment(home),
-            capture_output=True,
-            text=True,
-            timeout=START_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise StockFlowerError(f"`flwr run` failed: {done.stdout.strip()} {done.stderr.strip()}")
-
     def _start(self, name: str, *arguments: str) -> None:
         home = self.root / f"home-{name}"
         home.mkdir()
@@ -158,7 +165,8 @@ class StockFleet:
 
     def _environment(self, home: Path) -> dict[str, str]:
         """Returns the environment of one machine of the fleet; Flower finds its own programs on PATH."""
-        paths = [*([str(AWAKE)] if self.is_awake else []), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+        first = [str(AWAKE)] if self.is_awake else [str(self.site)] if self.site else []
+        paths = [*first, str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
             "PATH": f"{scripts()}{os.pathsep}{os.environ.get('PATH', '')}",

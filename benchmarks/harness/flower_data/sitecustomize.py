@@ -2,7 +2,8 @@
 
 A Python that has this folder on its path imports this when it starts. Nothing of an app or of a library is changed
 but where data sets come from; and torchvision, built for a GPU, does without its operators, which it lacks beside a
-torch without one.
+torch without one. A file `seed` in that folder seeds torch where it is imported, as Flower
+itself seeds nothing.
 """
 
 import importlib.abc
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
+SEED = Path(__file__).with_name("data") / "seed"
 OPERATORS = "torchvision._meta_registrations"
 
 
@@ -29,6 +31,8 @@ class _Changed(importlib.abc.Loader):
         if module.__name__ == "torchvision":
             sys.modules[OPERATORS] = ModuleType(OPERATORS)
         self._inner.exec_module(module)
+        if module.__name__ == "torch" and SEED.is_file():
+            module.manual_seed(int(SEED.read_text()))
         if module.__name__ == "datasets":
             module.disable_caching()
 
@@ -41,7 +45,7 @@ class _Changed(importlib.abc.Loader):
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
-        if name not in {"datasets", "torchvision"}:
+        if name not in {"datasets", "torch", "torchvision"}:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name)
         if spec is not None and spec.loader is not None:
