@@ -429,6 +429,8 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "device/collect/microphone.py:compute_dbfs": "samples of a whole number of bytes, each of any value",
         "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",
         "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
+        "simulation/sweep.py:_parse_list": "words of the command line, by the caller's own hand",
+        "simulation/sweep.py:_parse_value": "words of the command line, by the caller's own hand",
         "history/tracking.py:MlflowTracker._create_version": "an export of a moment before",
         "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",
         "compression/entropy/zstd.py:compress": "encodes",

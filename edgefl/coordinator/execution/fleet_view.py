@@ -473,12 +473,7 @@ class IdleRunReporter:
         self._update_s = 0.0
         self._is_reported = False
         self._reason = ""
-        self._lacks_boards = False
         self.has_started = False
-
-    def compute_lack_s(self) -> float:
-        """Returns for how long the run has had no work while it lacks boards, in seconds; 0 if it lacks none."""
-        return 0.0 if self._since_s is None or not self._lacks_boards else self._clock() - self._since_s
 
     def poll(self, idle_devices: Sequence[str], *, has_work: bool) -> bool:
         """Updates the reason; returns whether it has just recorded the event, `REPORT_AFTER_S` after the last work.
@@ -493,7 +488,6 @@ class IdleRunReporter:
             return False
         if self._since_s is None:
             self._since_s, self._update_s = now_s, now_s + SHOW_AFTER_S
-        self._lacks_boards = self._count_lacking(idle_devices) > 0
         if now_s >= self._update_s:
             self._reason, self._update_s = self._format_reason(idle_devices), now_s + UPDATE_INTERVAL_S
             self._on_waiting(self._reason)
@@ -518,13 +512,10 @@ class IdleRunReporter:
         report_s = self._update_s if self._is_reported else min(self._update_s, self._since_s + REPORT_AFTER_S)
         return report_s if self._run.wait_s is None else min(report_s, self._since_s + self._run.wait_s)
 
-    def _count_lacking(self, idle_devices: Sequence[str]) -> int:
-        return (1 if self.has_started else self._run.min_devices) - len(idle_devices)
-
     def _format_reason(self, idle_devices: Sequence[str]) -> str:
         names = ", ".join(idle_devices[:MAX_NAMES]) + (", …" if len(idle_devices) > MAX_NAMES else "")
         ready = f"{len(idle_devices)} ready ({names})" if idle_devices else "none is ready"
-        count = self._count_lacking(idle_devices)
+        count = (1 if self.has_started else self._run.min_devices) - len(idle_devices)
         if count <= 0 and self._run.encode_input is not None:
             others = [_format_absent(name, reason) for name, reason in self._get_not_ready().items()]
             listed = "; ".join(others[:MAX_NAMES]) or "they get no more of them in this run, or rest"

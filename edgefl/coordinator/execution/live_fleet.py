@@ -111,7 +111,7 @@ class InterruptedRunError(EdgeflError):
 
 
 class RunGivesWayError(InterruptedRunError):
-    """Raised when a run that lacks boards gives way to another; it goes on after that."""
+    """Raised when a run that lacks boards to begin gives way to another; it begins after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,9 +233,10 @@ class LiveFleet:
 
         return load
 
-    def compute_lack_s(self) -> float:
-        """Returns for how long the run has had no work while it lacks boards, in seconds; 0 if it lacks none."""
-        return self._idle_reporter.compute_lack_s()
+    @property
+    def has_started(self) -> bool:
+        """Whether training was dispatched."""
+        return self._idle_reporter.has_started
 
     def close(self, *, will_resume: bool = False) -> None:
         """Unsubscribes and closes the Flower run; unless it will resume, devices are asked to finish early."""

@@ -187,6 +187,10 @@ class Checkpointer:
         self._last_version: int | None = 0
         self._saved_guard = b""
 
+    @property
+    def run_folder(self) -> Path:
+        return self._folder.parent
+
     def start(self, version: int, *, is_due_now: bool = False, is_due_soon: bool = False) -> None:
         """Sets the version that the run starts with.
 

@@ -38,7 +38,7 @@ from edgefl.coordinator.runs.checkpointing import (
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.coordinator.runs.model_retention import EvaluatedModelSaver, ModelRetention
-from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, restore_before_damage
+from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, has_only_waited, restore_before_damage
 from edgefl.core.errors import JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.core.types import TrainInstruction
 from edgefl.engine.assembly.privacy import get_private_mean
@@ -155,7 +155,7 @@ class RunExecutor:
                 self._recorder.on_finish()  # an app that is resumed begins anew; others go on in their round
             self._log.commit()  # the last turn is history too
             self.history.finish()
-            if self._last_turn and is_interrupted:
+            if self._last_turn and is_interrupted and not has_only_waited(self.checkpointer.run_folder):
                 self._checkpoint_unless_updates_pending(*self._last_turn)
             if is_awaiting_devices:
                 raise InterruptedRunError(str(error)) from error

@@ -117,7 +117,7 @@ class RunValidator:
         check_members(run, self._registry)
         check_trainers(run.config, self._registry, needs_torch=run.needs_torch, compiled=run.header.get(COMPILED_KEY))
         check_root_shard(run.config, run.strategy, self._registry)
-        trainers = [info for info in self._registry.list_devices() if _is_selected(info, run.config)]
+        trainers = [info for info in self._registry.list_devices() if is_selected_trainer(info, run.config)]
         task = run.config.run.task
         examples = [info.examples.get(task) or 0 for info in trainers]
         return {
@@ -561,7 +561,7 @@ def check_strategy_memory(config: RunConfig, strategy: Any, model: Tensors, regi
         ConfigError: the state exceeds the run's limit.
     """
     return check_memory_for(
-        max(config.devices.min, sum(_is_selected(info, config) for info in registry.list_devices())),
+        max(config.devices.min, sum(is_selected_trainer(info, config) for info in registry.list_devices())),
         config,
         strategy,
         model,
@@ -609,7 +609,7 @@ def check_members(run: RunComponents, registry: DeviceRegistry) -> None:
         return
     by_address: dict[str, str] = {}
     for info in registry.list_devices():
-        if not _is_selected(info, run.config):
+        if not is_selected_trainer(info, run.config):
             continue
         if _is_confined(info, is_built_in=run.is_built_in):
             raise ConfigError(
@@ -635,7 +635,8 @@ def compute_bytes_per_device(strategy: Any, model: Tensors) -> int:
     return int(strategy.bytes_per_device(count_model_bytes(model)))
 
 
-def _is_selected(info: DeviceInfo, config: RunConfig) -> bool:
+def is_selected_trainer(info: DeviceInfo, config: RunConfig) -> bool:
+    """Returns whether a device trains, and a run file selects it."""
     devices = config.devices
     chosen = is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
     return info.role == Role.TRAINER and chosen

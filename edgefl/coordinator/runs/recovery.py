@@ -390,6 +390,16 @@ def is_started(run_id: str, directory: CoordinatorDirectory) -> bool:
         return True
 
 
+def has_only_waited(run_folder: Path) -> bool:
+    """Returns whether a run has decided nothing yet: it has no checkpoint, and turns alone in its journal."""
+    try:
+        if list_checkpoints(run_folder / "checkpoints"):
+            return False
+        return all(isinstance(entry, TurnStarted) for _, entry in load_journal_entries(run_folder / "journal"))
+    except JournalError:
+        return False
+
+
 def can_auto_resume(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     """Returns whether an unfinished run is resumed without the operator.
 

@@ -1,10 +1,11 @@
-"""Run scheduler: executes queued runs one after the other; one that lacks boards gives way to another."""
+"""Run scheduler: executes queued runs one after the other; one that lacks boards to begin gives way."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import logging
+import shutil
 import threading
 import time
 import uuid
@@ -43,6 +44,7 @@ from edgefl.coordinator.runs.recovery import (
     can_resume_exactly,
     check_formats,
     check_resumable,
+    has_only_waited,
     is_started,
     pin_base,
     record_base,
@@ -57,6 +59,7 @@ from edgefl.coordinator.runs.stalls import (
     COMPILING,
     COMPILING_REASON,
     GIVE_WAY_AFTER_S,
+    LOOK_INTERVAL_S,
     REPORT_AFTER_S,
     RUN_STALLED,
     STOP_TIMEOUT_S,
@@ -138,6 +141,7 @@ class _CurrentRun:
     """The active run; it has a fleet between its assembly and its end.
 
     From the request of a stop on, `watchdog` observes its strategy; `is_stall_reported` once it delayed the stop.
+    `keeps_place` if it gives way to no other, which is looked for at `look_s` while it lacks boards.
     """
 
     run_id: str
@@ -148,6 +152,8 @@ class _CurrentRun:
     stop_reason: str | None = None
     watchdog: SlowCallWatchdog = field(default_factory=SlowCallWatchdog)
     is_stall_reported: bool = False
+    keeps_place: bool = False
+    look_s: float | None = None
 
 
 class RunScheduler:
@@ -449,7 +455,7 @@ class RunScheduler:
             record = self._record_compiled(self._record_scales(record))
             self._execute(record, self._build_run(record))
         except RunGivesWayError as error:
-            self._requeue_lacking(record, error)
+            self._requeue_lacking(run_id, str(error))
         except InterruptedRunError as error:
             self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
         except ReplayError as error:
@@ -528,18 +534,16 @@ class RunScheduler:
         """Returns the marker file of a run whose devices go on autonomously."""
         return self._context.directory.runs / run_id / "autonomous"
 
-    def _requeue_lacking(self, record: RunRecord, error: RunGivesWayError) -> None:
-        """Queues the active run, which lacks boards, behind the one that it gives way to."""
-        run_id, directory = record.run_id, self._context.directory
-        self._queue.pass_over(run_id, RunConfig.from_json(record.config))
-        if is_started(run_id, directory) and not can_resume_exactly(run_id, directory):
-            self._requeue_from_checkpoint(record, error)
-            return
+    def _requeue_lacking(self, run_id: str, reason: str) -> None:
+        """Queues the active run, which has only waited, again; it begins anew in its turn."""
+        journal = self._context.directory.runs / run_id / "journal"
         with self._lock:
             if self._current is not None and self._current.stop_reason is not None:
-                self._record_end(run_id, RunStatus.INTERRUPTED, str(error))
+                self._record_end(run_id, RunStatus.INTERRUPTED, reason)
             else:
-                self._set_status(run_id, RunStatus.QUEUED, str(error))
+                journal.rename(waited := journal.with_name("journal-of-waiting"))
+                shutil.rmtree(waited, ignore_errors=True)
+                self._set_status(run_id, RunStatus.QUEUED, reason)
             self._current = None
 
     def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
@@ -713,14 +717,22 @@ class RunScheduler:
             context.split_runs.open(run_id, split_run)
         run = self._make_run_spec(components, start, wal, split_run)
 
+        # Autonomous devices train without the coordinator. What has begun has state on its boards.
+        keeps_place = (
+            components.strategy.is_autonomous
+            or components.config.devices.wait_s is not None
+            or not has_only_waited(context.directory.runs / run_id)
+        )
+
         def record_event(kind: str, device_id: str, message: str) -> None:
             history.add_event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
 
         def set_waiting(reason: str) -> None:
             if reason:
                 is_needed = components.config.strategy.name == SCALES_ANALYSIS
-                context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed)
-                self._give_way(components, fleet, reason)
+                gives_way = not (keeps_place or fleet.has_started)
+                context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed, gives_way=gives_way)
+                self._give_way(run_id, components.config, fleet, reason)
             else:
                 context.idle_runs.remove(run_id)
 
@@ -743,21 +755,26 @@ class RunScheduler:
         with self._lock:
             self._current = self._current or _CurrentRun(run_id=run_id)
             self._current.fleet, self._current.history, self._current.policy = fleet, history, components.policy
+            self._current.keeps_place = keeps_place
             if self._current.stop_reason is not None:
                 fleet.post(StopRequested(reason=self._current.stop_reason))
         if self._stop_event.is_set():
             fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
         return fleet
 
-    def _give_way(self, components: RunComponents, fleet: LiveFleet, reason: str) -> None:
-        """Lets a run that has long lacked boards give way to a queued one that can begin.
-
-        Autonomous devices train without the coordinator, so that such a run never lacks them; one that waits for a
-        limited time keeps its place.
-        """
-        is_kept = components.strategy.is_autonomous or components.config.devices.wait_s is not None
-        if is_kept or fleet.compute_lack_s() < GIVE_WAY_AFTER_S:
+    def _give_way(self, run_id: str, config: RunConfig, fleet: LiveFleet, reason: str) -> None:
+        """Lets a run that has long lacked boards to begin give way to a queued one that can."""
+        active, now_s = self._current, time.monotonic()
+        if active is None or active.keeps_place or fleet.has_started:
             return
+        if self._queue.has_boards(run_id, config, has_started=False):
+            active.look_s = None
+            return
+        if active.look_s is None:
+            active.look_s = now_s + GIVE_WAY_AFTER_S
+        if now_s < active.look_s:
+            return
+        active.look_s = now_s + LOOK_INTERVAL_S
         successor = self._queue.find_successor()
         if successor is not None:
             fleet.post(RunGivesWayError(f"gives way to run {successor.run_id}: {reason}"))

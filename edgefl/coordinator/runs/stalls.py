@@ -32,8 +32,9 @@ PAUSED, WAITING, COMPILING = "paused", "waiting", "compiling"
 COMPILING_REASON = "its task is compiled for boards without torch, which may take minutes"
 RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
 """Event kinds; both are written once the store is writable again, each with its own time."""
-GIVE_WAY_AFTER_S = 60.0
-"""A run that has lacked boards for so long gives way to a queued one whose boards are there."""
+GIVE_WAY_AFTER_S, LOOK_INTERVAL_S = 60.0, 10.0
+"""A run that has lacked boards to begin for so long gives way to a queued one whose boards are there; and how often
+one is looked for."""
 _BUSY_WITH = {WAITING: "waits for boards", COMPILING: "compiles its task"}
 MIN_FREE_BYTES = 512 * 1024
 """Minimum free space to try a run again."""
@@ -53,12 +54,24 @@ class IdleRuns:
 
     _states: dict[str, tuple[str, str]] = field(default_factory=dict)
     _needed_ids: frozenset[str] = frozenset()
+    _yielding_ids: frozenset[str] = frozenset()
 
-    def add(self, run_id: str, reason: str, status: str = PAUSED, *, is_needed: bool = False) -> None:
-        """Adds a run, or changes its reason; one that `is_needed` finds what the next run begins with."""
+    def add(
+        self, run_id: str, reason: str, status: str = PAUSED, *, is_needed: bool = False, gives_way: bool = False
+    ) -> None:
+        """Adds a run, or changes its reason.
+
+        Args:
+            run_id: of the run.
+            reason: why it is idle.
+            status: shown in place of its own.
+            is_needed: it finds what the next run begins with.
+            gives_way: another may begin before it.
+        """
         self._states = {**self._states, run_id: (status, reason)}
         if is_needed:
             self._needed_ids |= {run_id}
+        self._yielding_ids = self._yielding_ids | {run_id} if gives_way else self._yielding_ids - {run_id}
 
     def remove(self, run_id: str) -> None:
         self._states = {name: state for name, state in self._states.items() if name != run_id}
@@ -74,7 +87,7 @@ class IdleRuns:
         reason = f"it comes after run {waiting}, which {_BUSY_WITH[states[waiting][0]]}"
         if waiting in self._needed_ids:
             return {**row, "reason": f"{reason} and finds means and scales of their data"}
-        if states[waiting][0] == WAITING:
+        if waiting in self._yielding_ids:
             reason = f"{reason}, and before it after {GIVE_WAY_AFTER_S:.0f} s of that if its own boards are there"
         return {**row, "reason": f"{reason}; to begin now: edgefl run stop {waiting}"}
 

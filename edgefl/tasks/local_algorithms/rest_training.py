@@ -10,7 +10,7 @@ from edgefl.tasks.learners.torch_split import RestLearner
 from edgefl.tasks.local_algorithms.local_training import compute_displacement
 from edgefl.tasks.local_algorithms.registry import BUILT_IN
 
-SPLIT_ALGORITHMS = tuple(sorted(str(name) for name in BUILT_IN if name != Algorithm.SCAFFOLD))
+SPLIT_ALGORITHMS = tuple(sorted(str(name) for name in BUILT_IN.keys() - {Algorithm.SCAFFOLD, Algorithm.DP_SGD}))
 """Local algorithms that use one gradient of the loss for each step, and nothing else of the run."""
 
 

@@ -11,7 +11,7 @@ from small_fleet import SmallFleet, add_run
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.run_queue import RunQueue
-from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.config import parse_run
 from edgefl.core.types import Json
 from edgefl.engine.assembly.normalisation import SCALES_ANALYSIS
 from edgefl.storage.journal.record_encoding import TurnStarted
@@ -55,6 +55,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
         ({"names": ["pi-2"]}, "pi-2"),
         ({"names": ["pi-gone"]}, "pi-gone"),
         ({"names": ["pi-eval", "pi-words"]}, None),
+        ({"require": "all", "names": ["pi-1", "pi-2"]}, "pi-2"),
+        ({"require": "all", "names": ["pi-1", "pi-gone"]}, "pi-gone"),
+        ({"require": "all"}, None),
     ],
 )
 def test_a_run_that_lacks_boards_is_passed_over_until_they_come(site: Site, lacking: Json, comes: str | None) -> None:
@@ -82,23 +85,19 @@ def test_a_run_that_has_begun_needs_one_board_and_a_recovered_one_goes_first(sit
     assert site.next_id() == "new"
     with WalJournal(site.directory.runs / "begun" / "journal", lambda _: {}) as wal:
         wal.record_turn(TurnStarted(now_s=1.0, at=100.0, devices={}))
+        assert site.next_id() == "new", "it has only waited"
+        wal.record_aggregation(1, ["v0-a1-pi-1"])
     assert site.next_id() == "begun"
 
 
-def test_a_run_that_gave_way_is_passed_over_until_a_board_comes_that_was_not_there(site: Site) -> None:
-    site.add("first")
-    site.add("second")
+def test_the_successor_of_the_active_run_is_one_whose_boards_are_there(site: Site) -> None:
+    site.add("first", min=2)
     site.fleet.add("pi-1")
-    site.fleet.add("pi-2")
-    site.queue.pass_over("first", RunConfig.from_json(make_config({})))
-    site.fleet.say("pi-2", "offline")
-    assert site.next_id() == "second"
-    site.store.set_run_status("second", RunStatus.STOPPED, at=2.0)
-    assert site.next_id() == "first", "no other can begin"
-    site.add("third")
-    assert (site.next_id(), site.queue.find_successor().run_id) == ("third", "third")  # type: ignore[union-attr]
-    site.fleet.add("pi-3")
-    assert site.next_id() == "first"
+    assert site.queue.find_successor() is None
+    site.add("second")
+    successor = site.queue.find_successor()
+    assert successor is not None
+    assert successor.run_id == "second"
 
 
 def test_a_run_whose_scales_another_finds_comes_after_it_and_one_that_cannot_be_read_in_its_turn(site: Site) -> None:

@@ -359,7 +359,7 @@ def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_o
     )
     folders = {run_id: worker._context.directory.runs / run_id for run_id in (running, queued, stopping)}
     before = {run_id: as_a_newer_edgefl_left_it(folder, fate) for run_id, folder in folders.items()}
-    other = left_behind(worker, RunStatus.RUNNING, TURN)
+    other = left_behind(worker, RunStatus.RUNNING, TurnStarted(now_s=1.0, at=100.0, devices={}))
     worker.recover()
     worker.start()
     eventually(lambda: worker.is_active(other))
@@ -529,32 +529,35 @@ FARM = {"devices": {"groups": ["farm"]}}
 
 
 @with_parts
-@pytest.mark.parametrize(
-    ("turns", "stop_reason", "after"),
-    [((), None, RunStatus.QUEUED), ((TURN,), None, RunStatus.QUEUED), ((TURN,), "enough", RunStatus.STOPPED)],
-    ids=["not begun", "begun", "to be stopped"],
-)
-def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_goes_on_behind_it(
-    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch, turns: tuple[TurnStarted, ...],
-    stop_reason: str | None, after: RunStatus,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("is_to_be_stopped", [False, True])
+def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_begins_behind_it(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch, is_to_be_stopped: bool
+) -> None:
     monkeypatch.setattr(scheduler, "GIVE_WAY_AFTER_S", 0.1)
+    monkeypatch.setattr(scheduler, "LOOK_INTERVAL_S", 0.1)
     add_boards(worker, pi=(), barn=("farm",))
     registry = worker._context.registry
-    first = left_behind(worker, RunStatus.QUEUED, *turns, more=FARM)
+    first = left_behind(worker, RunStatus.QUEUED, TurnStarted(now_s=1.0, at=100.0, devices={}), more=FARM)
     patient = left_behind(worker, RunStatus.QUEUED, more={"devices": {"min": 2}})
     worker.start()
     eventually(lambda: list_states(worker)[first] == "waiting")
+    behind = worker.apply_idle_state({"run_id": patient, "status": "queued"})["reason"]
+    assert behind.startswith(
+        f"it comes after run {first}, which waits for boards, and before it after 60 s of that if"
+    )
     assert worker._current is not None
-    worker._current.stop_reason = stop_reason  # a request that its fleet does not know yet
+    if is_to_be_stopped:
+        worker._current.stop_reason = "enough"  # a request that its fleet does not know yet
     registry.record_status("pi", status())
     second = left_behind(worker, RunStatus.QUEUED)
     eventually(lambda: store.get_run(second).status is RunStatus.RUNNING and has_fleet(worker))
     states = {run_id: store.get_run(run_id).status for run_id in (first, patient)}
-    assert states == {first: after, patient: RunStatus.QUEUED}
-    if after is RunStatus.QUEUED:
+    assert states == {first: RunStatus.STOPPED if is_to_be_stopped else RunStatus.QUEUED, patient: RunStatus.QUEUED}
+    if not is_to_be_stopped:
         waited = "waiting for a board with a shard for digits"
         assert str(store.get_run(first).reason).startswith(f"gives way to run {second}: {waited}")
+        folder = worker._context.directory.runs / first
+        assert not list(folder.glob("journal*")), "what it requires counts when it begins"
         registry.record_status("barn", status())
         worker.stop_run(second, "enough")
         eventually(lambda: store.get_run(first).status is RunStatus.RUNNING and has_fleet(worker))
@@ -562,26 +565,54 @@ def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_goes_on_behi
     worker.stop()
 
 
-@pytest.mark.parametrize(
-    ("lack_s", "wait_s", "is_autonomous", "gives_way"),
-    [(60.0, None, False, True), (59.0, None, False, False), (60.0, 600.0, False, False), (60.0, None, True, False)],
-)
-def test_a_run_keeps_its_place_that_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
-    worker: RunScheduler, lack_s: float, wait_s: float | None, is_autonomous: bool, gives_way: bool
+@with_parts
+@pytest.mark.parametrize("kept", ["has begun", "for a limited time", "its devices train by themselves"])
+def test_a_run_keeps_its_place_that_has_begun_or_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
+    store: Store, worker: RunScheduler, kept: str
 ) -> None:
-    add_boards(worker, pi=())
-    worker._context.registry.record_status("pi", status())
-    posted: list[object] = []
-    fleet: Any = SimpleNamespace(compute_lack_s=lambda: lack_s, post=posted.append)
-    components: Any = SimpleNamespace(
-        strategy=SimpleNamespace(is_autonomous=is_autonomous),
-        config=parse_run({**CONFIG, "devices": {"wait_s": wait_s}}),
+    strategy = (
+        {"name": "dsgd", "carrier": "peer"} if kept == "its devices train by themselves" else {"name": "fedavg"}
     )
-    worker._give_way(components, fleet, "waiting")
-    assert not posted, "there is none to give way to"
+    devices = {"groups": ["farm"], "wait_s": 600 if kept == "for a limited time" else None}
+    run_id = left_behind(worker, RunStatus.QUEUED, TURN, more={"devices": devices, "strategy": strategy})
+    if kept == "has begun":
+        with WalJournal(worker._context.directory.runs / run_id / "journal", lambda _: {}) as wal:
+            wal.record_decision(first_orders(run_id))
+    worker.start()
+    eventually(lambda: has_fleet(worker))
+    assert worker._current is not None
+    assert worker._current.keeps_place
+    worker.stop()
+
+
+def test_a_run_gives_way_only_after_a_minute_without_its_boards(
+    worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_boards(worker, pi=(), barn=("farm",))
+    registry = worker._context.registry
+    registry.record_status("pi", status())
+    now_s, posted = [1000.0], []
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now_s[0])
+    fleet: Any = SimpleNamespace(has_started=False, post=posted.append)
+    worker._current = _CurrentRun(run_id="r")
     left_behind(worker, RunStatus.QUEUED)
-    worker._give_way(components, fleet, "waiting")
-    assert bool(posted) is gives_way
+
+    def wait(seconds: float) -> bool:
+        now_s[0] += seconds
+        worker._give_way("r", parse_run({**CONFIG, **FARM}), fleet, "waiting")
+        return bool(posted)
+
+    assert not wait(500.0), "it is looked at for the first time"
+    assert not wait(59.0)
+    registry.record_status("barn", status())
+    assert not wait(1.0), "its board is there, and gets ready"
+    registry.record_status("barn", status("offline"))
+    assert not wait(1.0)
+    assert not wait(59.0)
+    assert wait(1.0)
+    posted.clear()
+    fleet.has_started = True
+    assert not wait(100.0)
 
 
 class Hindered:
