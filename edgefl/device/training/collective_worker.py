@@ -46,7 +46,7 @@ class CollectiveResult:
     def add_training(self, result: LocalTrainingResult) -> None:
         self.iterations += result.iterations
         self.num_examples = result.num_examples
-        self.loss_sum += result.loss * result.iterations
+        self.loss_sum += (result.loss or 0.0) * result.iterations
         self.compute_s += result.compute_s
 
 

@@ -147,6 +147,8 @@ class ConfiningTrainer(DeviceTrainer):
         return self._route("train", super().train, header, body)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        if (reason := self._refuse_evaluation()) is not None:
+            return make_refusal(header, reason), b""
         return self._route("evaluate", super().evaluate, header, body)
 
     @property

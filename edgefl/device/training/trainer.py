@@ -277,6 +277,8 @@ class DeviceTrainer:
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns loss and accuracy of the model in `body`, and the sums of the metrics that its task declares."""
+        if (reason := self._refuse_evaluation()) is not None:
+            return make_refusal(header, reason), b""
         whole_header = {name: value for name, value in header.items() if name not in {"split", ANALYSIS_KEY}}
         reply, result = self._execute(whole_header, body, self._evaluate)
         return self._add_traffic(reply), result
@@ -629,6 +631,16 @@ class DeviceTrainer:
         except DataError as error:
             return str(error)
         return None
+
+    def _refuse_evaluation(self) -> str | None:
+        """Returns why this board may not evaluate; None where it may: losses and accuracies have no noise."""
+        limit = self._get_max_epsilon()
+        if limit is None:
+            return None
+        return (
+            f"its owner lets a task spend at most epsilon = {limit:g} (--max-epsilon), and an evaluation has no bound"
+            '; set run.evaluate_on = "coordinator", "evaluator" or "none"'
+        )
 
     def _make_iteration_callback(
         self, instruction: ParsedInstruction, *, last: int | None = None

@@ -56,6 +56,8 @@ def _check_examples(config: RunConfig) -> None:
         "split.after": (config.split.after, None, "activations have no noise"),
         "adapt.method": (config.adapt.method, "none", "adapters have no gradients by example"),
         "task.normalise": (config.task.get("normalise") or None, None, "means and scales of the fleet have no noise"),
+        "run.on_divergence": (run.on_divergence, "warn", "boards keep their losses"),
+        "selection.rule": (config.selection.rule, "uniform", "boards keep their losses"),
         "run.compiled": (run.compiled, None, "compiled tasks have no gradients by example; boards need torch"),
     }
     _compare(needs, faults, _HOW_EXAMPLE)

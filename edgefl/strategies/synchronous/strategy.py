@@ -263,7 +263,8 @@ class SynchronousStrategy(Strategy[R]):
         return bool(state.open) or state.version > 0 or len(view.idle) >= self.rules.min_devices
 
     def receive(self, state: R, update: Update) -> R:
-        """Adds an expected update; an unknown, late or repeated one changes nothing."""
+        """Adds an expected update; an unknown, late or repeated one changes nothing but the ε that is spent."""
+        state.epsilon = max(state.epsilon, update.metrics.extra.get(EPSILON, 0.0))
         used_assignments = state.used_assignments.get(update.device_id, {})
         for assignment_id in [
             name for name in list(used_assignments)[:-MIN_USED_IDS] if used_assignments[name] <= update.base_version
@@ -276,7 +277,6 @@ class SynchronousStrategy(Strategy[R]):
                 if weight is None:
                     continue
                 self.on_update(state, open_round, update)
-                state.epsilon = max(state.epsilon, update.metrics.extra.get(EPSILON, 0.0))
                 open_round.answers.add_update(device_id, update)
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)

@@ -32,7 +32,8 @@ class LocalTrainingResult:
     """Result of an instruction.
 
     `displacement` is w_end - w_start for every tensor in the task's order, integer buffers included; `loss` is
-    the mean over the examples trained on, each at the moment it was used; `num_examples` is the shard's size.
+    the mean over the examples trained on, each at the moment it was used, and None of private training, since it has
+    no noise; `num_examples` is the shard's size.
     `algorithm_state` is the state passed to the run's next instruction by a plan that keeps it. `personal` is the
     device's personal copy, where the plan trains one. `epsilon` is what the run has spent of the examples' privacy.
     """
@@ -40,7 +41,7 @@ class LocalTrainingResult:
     displacement: dict[str, Array]
     iterations: int
     num_examples: int
-    loss: float
+    loss: float | None
     compute_s: float
     algorithm_state: Mapping[str, Array] | None = None
     personal: Mapping[str, Array] | None = None
@@ -120,7 +121,7 @@ def train(  # noqa: PLR0913 the last ones by name
         displacement=displacement,
         iterations=loop.iterations,
         num_examples=len(data),
-        loss=loss,
+        loss=loss if private is None else None,
         compute_s=clock() - loop.started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
         personal=kept,
@@ -373,4 +374,4 @@ def train_node(  # noqa: PLR0913 as `train`
         {name: tensors[name] for name in engine.algorithm.weights}, result.iterations, plan.learning_rate
     )
     engine.buffers = {name: tensors[name] for name in engine.buffers}
-    return result.iterations, result.loss, result.compute_s
+    return result.iterations, result.loss or 0.0, result.compute_s

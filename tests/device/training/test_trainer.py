@@ -835,6 +835,7 @@ def test_a_private_update_says_what_its_run_has_spent_over_a_restart_too(device,
     spent = [header["metrics"]["extra"]["epsilon"] for header, _ in replies]
     assert spent == pytest.approx([compute_spent(3), compute_spent(6), compute_spent(9), compute_spent(3)])
     assert {header["metrics"]["num_examples"] for header, _ in replies} == {NUM_TRAINED}
+    assert {header["metrics"]["loss"] for header, _ in replies} == {None}  # it has no noise
     assert len({body for _, body in replies}) == 4  # two boards of one name and seed share no noise
 
 
@@ -904,6 +905,10 @@ def test_a_board_whose_owner_limits_epsilon_takes_part_in_private_runs_alone(tmp
     answer, _ = device.trainer.train(device.header(**READY, layout=layout, privacy="example"), b"")
     assert answer["ready"]
     assert "error" not in device.train(plan=PRIVATE)[0]
+    for changes in ({}, {"privacy": "example"}, {"phase": "can"}):
+        header, body = device.evaluate(**changes)
+        assert (body, "metrics" in header) == (b"", False)
+    assert "an evaluation has no bound; set run.evaluate_on" in device.evaluate()[0]["error"]
 
 
 @pytest.mark.parametrize("changes", [ASKED, {"clusters": 2}])
