@@ -13,8 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from edgefl.core.renyi_accounting import BUDGET_TOLERANCE
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import (
+    EPSILON,
     DeviceInfo,
     DeviceThroughput,
     EvaluateResult,
@@ -222,6 +224,9 @@ class ClaimLimits:
         speeds: Mapping[str, DeviceThroughput],
     ) -> Mapping[str, float]:
         bounded = {name: min(max(0.0, extra[name]), _MAX_COUNTER) for name in _COUNTERS if name in extra}
+        if EPSILON in extra and (privacy := instruction.plan.privacy) is not None:
+            budget = privacy.epsilon * (1.0 + BUDGET_TOLERANCE)  # which an honest board does not pass
+            bounded[EPSILON] = self._bound(instruction.device_id, EPSILON, extra[EPSILON], budget, 0.0)
         node, total = instruction.plan.node, extra.get(TOTAL_ITERATIONS)
         if total is None:
             return {**extra, **bounded} if bounded else extra

@@ -26,6 +26,8 @@ ORDERS: tuple[float, ...] = (
     512.0,
 )
 """Orders at which divergences are kept; dp-accounting has the same, but for the last."""
+BUDGET_TOLERANCE = 1e-6
+"""Of a budget ε, relative, for rounding."""
 MAX_NOISE = 1e6
 NOISE_TOLERANCE = 1e-4
 """Of a noise multiplier that is found for a budget, relative; the one found is never too small."""

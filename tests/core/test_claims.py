@@ -17,9 +17,11 @@ from edgefl.core.claims import (
     parse_drift,
 )
 from edgefl.core.types import (
+    EPSILON,
     DeviceInfo,
     DeviceThroughput,
     EvaluateResult,
+    ExamplePrivacy,
     GossipConfig,
     Progress,
     TrainConfig,
@@ -53,6 +55,17 @@ def test_examples_iterations_and_seconds_are_at_most_what_the_coordinator_knows(
     assert (found.num_examples, found.iterations, found.compute_s, found.paced_s) == (100, 5, 2.0, 2.0)
     assert [claim.name for claim in bounded] == ["examples", "seconds", "iterations"]
     assert str(bounded[0]) == "examples: claimed 9.0072e+15, counted as 100"
+
+
+def test_a_board_has_spent_at_most_the_budget_of_privacy():
+    made, bounded = limits(100, 100, 100)
+    privacy = ExamplePrivacy(optimizer="sgd", clip=1.0, epsilon=8.0, delta=1e-5, noise=1.0)
+    plan = TrainConfig(algorithm="dp-sgd", iterations=5, privacy=privacy)
+    assert bound(made, plan, extra={EPSILON: 7.9}).extra == {EPSILON: 7.9}
+    assert not bounded
+    assert bound(made, plan, extra={EPSILON: 1e300}).extra[EPSILON] == pytest.approx(8.0)
+    assert bound(made, plan, extra={EPSILON: -1.0}).extra[EPSILON] == 0.0
+    assert [claim.name for claim in bounded] == ["epsilon", "epsilon"]
 
 
 def test_an_honest_claim_stays_as_it_is():

@@ -158,6 +158,13 @@ class ClientState:
         state.unsaved_folders.add(RESIDUALS)
         return state.feedback
 
+    def drop_feedback(self, run: str) -> None:
+        """Drops what error feedback keeps of a run, on disk too; `OSError` propagates."""
+        state = self._select_run(run)
+        state.feedback, state.codec_spec = None, ""
+        state.unsaved_folders.discard(RESIDUALS)
+        _path(self._state_dir / RESIDUALS, run).unlink(missing_ok=True)
+
     def get_local_tensors(self, run: str, model_spec: ModelSpec) -> Model | None:
         """Returns the run's local tensors (`shared=False`), or None when missing or of other shapes."""
         unsaved = self._current.local_tensors if self._current.run == run else {}

@@ -39,6 +39,7 @@ from edgefl.tasks.local_algorithms.example_privacy import check_example_gradient
 
 log = logging.getLogger(__name__)
 
+MAX_RUN_CHARS = 256
 LEASE_S = 600.0
 """Lifetime of a prefetched model; a run that starts later sends it again."""
 
@@ -113,7 +114,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
     # block use the same random numbers for it.
     source: tuple[int | str, ...] = (device_id,) if block is None else ("block", block)
     return ParsedInstruction(
-        run=str(header["run"]),
+        run=_parse_run(header["run"]),
         assignment_id=str(header["assignment"]),
         version=version,
         seed=seed,
@@ -152,6 +153,13 @@ def check_instruction_version(header: Json) -> None:
         raise NetworkError(
             f"instruction of version {header.get('v')!r}, this agent reads {INSTRUCTION_VERSION}: update it"
         )
+
+
+def _parse_run(value: object) -> str:
+    run = str(value)
+    if len(run) > MAX_RUN_CHARS:
+        raise NetworkError(f"the id of a run may have {MAX_RUN_CHARS} characters, got {len(run)}")
+    return run
 
 
 def _parse_optional_int(value: object) -> int | None:

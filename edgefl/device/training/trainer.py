@@ -346,6 +346,9 @@ class DeviceTrainer:
         self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes
     ) -> tuple[Json, bytes]:
         """Trains, and adds the board's health to the metrics."""
+        if instruction.plan.privacy is not None:
+            instruction.plan.check()  # before anything that is held goes out
+            self._drop_exact_residual(instruction)
         self._thermal_pacer.start()
         if self._health_sampler is not None:
             self._health_sampler.start()
@@ -400,6 +403,10 @@ class DeviceTrainer:
     def _pace_node(self, should_stop: Callable[[], bool]) -> None:
         """Waits while the board is too hot; a node stops where it may not go on, until its next work."""
         self._thermal_pacer.wait_until_cool(should_stop)
+        if self._get_max_epsilon() is not None:
+            log.info("the node stops: its owner limits what examples lose, and what a node sends has no bound")
+            self._gossip_worker.pause()
+            return
         try:
             self._check_conditions()
         except ConditionsEndedError as error:
@@ -605,6 +612,12 @@ class DeviceTrainer:
             return None
         account = ExampleAccount.load(self._state_dir / ACCOUNT_FILE, max_epsilon=self._get_max_epsilon())
         return RunAccount(account=account, task=instruction.task, run=instruction.run)
+
+    def _drop_exact_residual(self, instruction: ParsedInstruction) -> None:
+        """Drops what a run left out of its updates before it was private: that has no noise."""
+        account = self._open_account(instruction)
+        if account is not None and account.run not in account.account.runs:
+            self._client_state.drop_feedback(instruction.run)
 
     def _refuse_unbounded(self, header: Json) -> str | None:
         """Returns why this board may not take part in what a header is of; None where it may.

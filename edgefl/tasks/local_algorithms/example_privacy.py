@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import DataError, TaskError
-from edgefl.core.renyi_accounting import ORDERS, compute_divergences, compute_epsilon, find_noise
+from edgefl.core.errors import DataError, StoreError, TaskError
+from edgefl.core.renyi_accounting import BUDGET_TOLERANCE, ORDERS, compute_divergences, compute_epsilon, find_noise
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, ExamplePrivacy, Learner, Tensors, TrainConfig
 from edgefl.system.atomic_files import write_atomic
@@ -33,10 +33,9 @@ LIMIT_DELTA = 1e-5
 ACCOUNT_FILE = "example_privacy.json"
 """In a board's state directory."""
 FORMAT_VERSION = 1
-MAX_RUNS = 50
+MAX_RUNS = 500
 """Runs of which a board keeps an account of their own, the newest; that of a task has them all."""
 MAX_FILE_BYTES = 8 * 1024 * 1024
-_TOLERANCE = 1e-6
 
 
 @runtime_checkable
@@ -79,7 +78,7 @@ class ExampleAccount:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} cannot be read, so it is not known how much privacy its examples have spent: {error}; "
-                "put it back from a backup, or delete it where the data is new"
+                "a backup knows less than was spent; delete it only where the data is new"
             ) from None
         return cls(path, max_epsilon, tasks, runs)
 
@@ -104,7 +103,7 @@ class ExampleAccount:
         if self.max_epsilon is None:
             return
         would_be = compute_epsilon(divergences, LIMIT_DELTA)
-        if would_be > self.max_epsilon * (1.0 + _TOLERANCE):
+        if would_be > self.max_epsilon * (1.0 + BUDGET_TOLERANCE):
             raise DataError(
                 f"the limit of this board's owner is reached: task {task} comes to epsilon = {would_be:.4g} over "
                 f"all runs, --max-epsilon is {self.max_epsilon:g}"
@@ -118,7 +117,7 @@ class ExampleAccount:
         """
         more = steps.compute_divergences(number)
         spent, budget = self.runs.get(run, 0.0) + more, steps.privacy.epsilon
-        if (would_be := compute_epsilon(spent, steps.privacy.delta)) > budget * (1.0 + _TOLERANCE):
+        if (would_be := compute_epsilon(spent, steps.privacy.delta)) > budget * (1.0 + BUDGET_TOLERANCE):
             raise DataError(
                 f"this board's budget of the run is spent: another {number} steps would come to epsilon = "
                 f"{would_be:.4g}, privacy.epsilon is {budget:g}"
@@ -129,7 +128,7 @@ class ExampleAccount:
         """Adds some steps; they are on disk when it returns.
 
         Raises:
-            StoreError: it cannot be written; then nothing may leave the board.
+            StoreError: it cannot be written, or would be too long to be read; then nothing may leave the board.
         """
         more = steps.compute_divergences(number)
         self.tasks[task] = self.tasks.get(task, 0.0) + more
@@ -137,7 +136,10 @@ class ExampleAccount:
         for old in [*self.runs][:-MAX_RUNS]:
             del self.runs[old]
         if self.path is not None:
-            write_atomic(self.path, json.dumps(self._to_json()).encode())
+            content = json.dumps(self._to_json()).encode()
+            if len(content) > MAX_FILE_BYTES:
+                raise StoreError(f"{self.path} would have {len(content)} bytes, at most {MAX_FILE_BYTES} can be read")
+            write_atomic(self.path, content)
 
     def _to_json(self) -> dict[str, Any]:
         tables = {"tasks": self.tasks, "runs": self.runs}
@@ -222,9 +224,15 @@ def make_private_steps(plan: TrainConfig, num_examples: int, num_steps: int) -> 
 
     Raises:
         ConfigError: no noise fits the budget.
+        DataError: δ is so large that it would allow to publish an example outright.
     """
     privacy = plan.privacy
     assert privacy is not None
+    if privacy.delta * num_examples >= 1.0:
+        raise DataError(
+            f"privacy.delta must be below 1 / {num_examples}, the number of this board's examples, got "
+            f"{privacy.delta:g}: it would allow to publish one of them as it is"
+        )
     sampling = min(1.0, plan.batch_size / num_examples)
     noise = privacy.noise or find_noise(privacy.epsilon, privacy.delta, sampling, num_steps * (privacy.rounds or 1))
     return PrivateSteps(privacy=privacy, sampling=sampling, noise=noise, batch_size=plan.batch_size)

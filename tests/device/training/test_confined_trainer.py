@@ -1,5 +1,6 @@
 """The confined training process: what code of others can do in it, and what its end does to the agent."""
 
+import json
 import os
 import queue
 import threading
@@ -18,6 +19,7 @@ from edgefl.device.drift_watch import list_reference_paths
 from edgefl.device.hardware import requirements
 from edgefl.device.training.confined_process import TrainingProcess
 from edgefl.device.training.confined_trainer import ConfiningTrainer, is_built_in
+from edgefl.device.training.gossip_worker import INSTRUCTION_FILE
 from edgefl.device.training.process_link import TrainingSetup
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks.adaptation.base_file import AdaptPlan
@@ -240,6 +242,26 @@ def test_the_drift_of_a_confined_task_is_measured_in_its_process(tmp_path):
         assert (drift["digits"]["num_newer"], drift["digits"]["psi"] > 1.0) == (120, True)
     finally:
         always.trainer.close()
+
+
+def test_no_confined_node_is_resumed_or_goes_on_where_the_owner_limits_epsilon(tmp_path):
+    limits = [None]
+    board, calls = Board(tmp_path, get_max_epsilon=lambda: limits[-1]), []
+    board.trainer._call = lambda task, name, *_: calls.append(name)
+    folder = board.root / requirements.CONFINED_FOLDER
+    scratch = board.trainer._get_scratch(HOSTILE)
+    scratch.mkdir(parents=True)
+    for path in (folder, scratch):
+        (path / INSTRUCTION_FILE).write_text(json.dumps(board.header()))
+    board.trainer.resume()
+    assert calls == ["resume"]
+    limits.append(3.0)
+    board.trainer.resume()
+    assert calls == ["resume"]
+    board.trainer._process = SimpleNamespace(close=lambda: calls.append("close"))
+    board.trainer._node_run = "r"
+    board.trainer.remove_expired()
+    assert (calls, board.trainer.node_run) == (["resume", "close"], "")
 
 
 def test_no_base_is_fetched_for_a_task_without_a_shard(tmp_path, monkeypatch):

@@ -911,6 +911,42 @@ def test_a_board_whose_owner_limits_epsilon_takes_part_in_private_runs_alone(tmp
     assert "an evaluation has no bound; set run.evaluate_on" in device.evaluate()[0]["error"]
 
 
+def test_a_node_that_runs_stops_where_its_owner_then_limits_epsilon(tmp_path, shard):
+    device, calls = limited(tmp_path, shard, None), []
+    device.trainer._gossip_worker.pause = lambda: calls.append("pause")
+    device.trainer._pace_node(lambda: False)
+    assert not calls
+    device.trainer._get_max_epsilon = lambda: 3.0
+    device.trainer._pace_node(lambda: False)
+    assert calls == ["pause"]
+
+
+def test_what_a_run_held_back_before_it_was_private_is_not_sent(device):
+    state, codec = device.trainer._client_state, "ef|topk:0.01"
+    header, _ = device.train(codec=codec)
+    assert "error" not in header
+    feedback = state.get_feedback("r", codec, device.shapes)
+    device.trainer.close()
+    assert "error" not in device.train(plan=PRIVATE, assignment="r/a-2")[0]  # dense: it would lie there still
+    assert state.get_feedback("r", codec, device.shapes) is not feedback
+    assert not any(np.any(value) for value in state.get_feedback("r", codec, device.shapes).state().values())
+    kept = state.get_feedback("r", codec, device.shapes)
+    assert "error" not in device.train(plan=PRIVATE, assignment="r/a-3")[0]
+    assert state.get_feedback("r", codec, device.shapes) is kept
+
+
+def test_a_private_plan_that_does_not_fit_gets_nothing_that_is_held(device):
+    device.trainer._held = "r/a-0", {"metrics": {}}, b"exact"
+    collective = {"collective": "ring", "group": "g", "members": ["pi"], "weighting": "examples", "resend": "r/a-0"}
+    header, body = device.train(plan={**PRIVATE, "collective": collective})
+    assert (body, "does not go with collectives" in header["error"]) == (b"", True)
+
+
+def test_a_run_with_an_endless_id_is_refused(device):
+    header, body = device.train(run="r" * 257)
+    assert (body, "the id of a run may have 256 characters, got 257" in header["error"]) == (b"", True)
+
+
 @pytest.mark.parametrize("changes", [ASKED, {"clusters": 2}])
 def test_a_private_plan_is_no_cover_for_what_has_no_bound(device, changes):
     header, body = device.train(plan=PRIVATE, **changes)
@@ -919,7 +955,7 @@ def test_a_private_plan_is_no_cover_for_what_has_no_bound(device, changes):
 
 def test_the_owners_limit_holds_over_runs_and_whatever_delta_they_say(tmp_path, shard):
     device = limited(tmp_path, shard, compute_spent(8))
-    loose = {**PRIVATE, "privacy": {**PRIVACY, "delta": 0.9, "epsilon": 1000.0}}
+    loose = {**PRIVATE, "privacy": {**PRIVACY, "delta": 0.01, "epsilon": 1000.0}}
     replies = [device.train(plan=loose, run=f"r{number}")[0] for number in range(3)]
     assert ["error" in reply for reply in replies] == [False, False, True]
     assert "the limit of this board's owner is reached" in replies[2]["error"]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.errors import ConfigError, DataError, StoreError, TaskError
 from edgefl.core.renyi_accounting import ORDERS, compute_divergences, compute_epsilon
 from edgefl.core.types import Dataset, ExamplePrivacy, TrainConfig
 from edgefl.tasks.augmentation import AugmentedDataset
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
+from edgefl.tasks.local_algorithms import example_privacy
 from edgefl.tasks.local_algorithms.example_privacy import (
-    MAX_RUNS,
     ExampleAccount,
     PrivateLearner,
     PrivateSteps,
@@ -26,6 +26,7 @@ from edgefl.tasks.local_algorithms.example_privacy import (
 from edgefl.tasks.local_algorithms.local_training import train
 
 PRIVACY = ExamplePrivacy(optimizer="sgd", clip=0.5, epsilon=8.0, delta=1e-5, noise=1.0)
+MAX_RUNS = 5
 PLAN = TrainConfig(algorithm="dp-sgd", iterations=3, batch_size=8, privacy=PRIVACY)
 
 
@@ -215,7 +216,8 @@ def test_the_account_is_on_disk_before_a_result_is_there(tmp_path):
         run(account=blocked)
 
 
-def test_the_newest_runs_have_accounts_of_their_own(tmp_path):
+def test_the_newest_runs_have_accounts_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(example_privacy, "MAX_RUNS", MAX_RUNS)
     account, steps = ExampleAccount(tmp_path / "a.json"), make_private_steps(PLAN, 20, 3)
     for number in range(MAX_RUNS):
         account.charge("digits", f"r{number}", steps, 1)
@@ -226,6 +228,21 @@ def test_the_newest_runs_have_accounts_of_their_own(tmp_path):
     assert {"r0", "new"} <= {*kept.runs}
     assert "r1" not in kept.runs
     np.testing.assert_allclose(kept.tasks["digits"], (MAX_RUNS + 2) * steps.compute_divergences(1))
+
+
+def test_an_account_that_could_not_be_read_again_is_not_written(tmp_path):
+    path, steps = tmp_path / "a.json", make_private_steps(PLAN, 20, 3)
+    ExampleAccount(path).charge("digits", "r", steps, 1)
+    with pytest.raises(StoreError, match=r"a\.json would have \d+ bytes, at most 8388608 can be read"):
+        ExampleAccount.load(path).charge("digits", "r" * 2**23, steps, 1)
+    assert [*ExampleAccount.load(path).runs] == ["r"]
+
+
+def test_a_delta_that_would_allow_to_publish_an_example_is_refused():
+    loose = replace(PLAN, privacy=replace(PRIVACY, delta=0.05))
+    assert make_private_steps(loose, 19, 3).noise == 1.0
+    with pytest.raises(DataError, match=r"privacy\.delta must be below 1 / 20, .* got 0\.05"):
+        run(loose)
 
 
 def damage(change):
