@@ -5,7 +5,16 @@ import pytest
 from paced_fleet import Board, PacedFleet, run, trained
 from strategy_turns import begun, update_of, view_of
 
-from edgefl.core.types import Algorithm, Dataset, TrainConfig, TrainInstruction, Update, UpdateMetrics, derive_rng
+from edgefl.core.types import (
+    Algorithm,
+    Dataset,
+    ExamplePrivacy,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    UpdateMetrics,
+    derive_rng,
+)
 from edgefl.engine.progress import StoppingCriteria
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
@@ -342,3 +351,13 @@ def test_a_proximal_term_changes_the_plan():
     assert (plan.algorithm, plan.options) == ("prox", {"mu": 0.2})
     assert make_strategy("fednova", {}, RoundRules()).plan.algorithm == "sgd"
     assert make_strategy("fednova", {"mu": 0.2, "optimizer": "decay"}, RoundRules()).plan.algorithm == "decay"
+
+
+def test_an_update_that_counts_no_more_still_says_what_its_board_has_spent_of_privacy():
+    privacy = ExamplePrivacy(optimizer="sgd", clip=1.0, epsilon=8.0, delta=1e-5, noise=1.0)
+    strategy = make_strategy("fedavg", {}, RoundRules(example_privacy=privacy))
+    state, orders = begun(strategy, {"w": [0.0]}, "ab")
+    state = strategy.receive(state, update_of(orders["a"], {"w": [1.0]}, num_examples=1, extra={"epsilon": 1.5}))
+    state.open.clear()  # its round is closed
+    state = strategy.receive(state, update_of(orders["b"], {"w": [1.0]}, num_examples=1, extra={"epsilon": 2.5}))
+    assert strategy.facts(state) == {"epsilon": 2.5}
