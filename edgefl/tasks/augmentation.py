@@ -2,7 +2,8 @@
 
 A task's `augment(inputs, targets, rng)` returns both for one batch. It is called for batches that are trained on
 alone, never for an evaluation or the test split. `rng` follows from the run's seed, the version and the device, so a
-run that is repeated or resumed sees the same changes.
+run that is repeated or resumed sees the same changes. Where examples are private, nobody knows `rng`, and a batch is
+one example.
 """
 
 from __future__ import annotations

@@ -74,10 +74,15 @@ from edgefl.device.training.job_worker import is_part, run_part
 from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeLink
 from edgefl.device.training.task_cache import PROVIDERS_FILE, CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
-from edgefl.tasks.augmentation import AUGMENT, augment_batches
+from edgefl.tasks.augmentation import augment_batches
 from edgefl.tasks.datasets.shards import drop_unlabelled, drop_weak
 from edgefl.tasks.learners.torch_split import FrontLearner
-from edgefl.tasks.local_algorithms.example_privacy import ACCOUNT_FILE, ExampleAccount, RunAccount
+from edgefl.tasks.local_algorithms.example_privacy import (
+    ACCOUNT_FILE,
+    ExampleAccount,
+    RunAccount,
+    make_augment_rng,
+)
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.personal_training import make_personal_model
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
@@ -580,7 +585,7 @@ class DeviceTrainer:
             algorithm_state = self._client_state.get_step_state(instruction.run, plan.algorithm)
         result = train(
             learner,
-            augment_batches(cached_task.task, data, derive_rng(*instruction.seed_key, AUGMENT)),
+            augment_batches(cached_task.task, data, make_augment_rng(plan, *instruction.seed_key)),
             plan,
             derive_rng(*instruction.seed_key),
             clock=time.monotonic,

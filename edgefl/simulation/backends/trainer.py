@@ -51,7 +51,7 @@ from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.augmentation import AUGMENT, augment_batches, find_augment
 from edgefl.tasks.datasets.shards import drop_unlabelled
-from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount
+from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount, make_augment_rng
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,
@@ -277,7 +277,7 @@ class SimulatedTrainer:
         exchange = None if self._split is None else self._split.start(instruction, source)
         result = train(
             self._learner if self._split is None else self._split.front,
-            augment_batches(self._task, data, derive_rng(*origin, AUGMENT)),
+            augment_batches(self._task, data, make_augment_rng(plan, *origin)),
             plan,
             derive_rng(*origin),
             clock=lambda: 0.0,

@@ -1,9 +1,10 @@
 """Differential privacy of examples (DP-SGD): private gradients of Poisson samples, and a board's account of them.
 
 A step takes each example with the same probability, by itself, sums the clipped gradients of those that it took, adds
-N(0, (zC)²) and divides by the batch size of the run file, whatever the sample's size. Samples and noise come from the
-operating system's generator, and never from the run's seed, which the coordinator knows. What optimiser, codec and
-coordinator make of such gradients costs no more.
+N(0, (zC)²) and divides by the batch size of the run file, whatever the sample's size. Samples, noise, dropout and the
+changes of `augment` come from generators that the operating system seeds, and never from the run's seed, which the
+coordinator knows: whoever knew the masks would see what one example less changes in those of the others. What
+optimiser, codec and coordinator make of such gradients costs no more.
 
 Source: Abadi et al., Deep Learning with Differential Privacy, CCS 2016, algorithm 1.
 """
@@ -23,9 +24,9 @@ from numpy.random import Generator
 from edgefl.core.errors import DataError, StoreError, TaskError
 from edgefl.core.renyi_accounting import BUDGET_TOLERANCE, ORDERS, compute_divergences, compute_epsilon, find_noise
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.types import Array, Dataset, ExamplePrivacy, Learner, Tensors, TrainConfig
+from edgefl.core.types import Array, Dataset, ExamplePrivacy, Learner, Tensors, TrainConfig, derive_rng
 from edgefl.system.atomic_files import write_atomic
-from edgefl.tasks.augmentation import AugmentedDataset
+from edgefl.tasks.augmentation import AUGMENT, AugmentedDataset
 from edgefl.tasks.local_algorithms.optimizers import copy_into, to_numpy
 
 LIMIT_DELTA = 1e-5
@@ -241,6 +242,11 @@ def make_private_steps(plan: TrainConfig, num_examples: int, num_steps: int) -> 
 def make_system_rng() -> Generator:
     """Returns a generator whose seed nobody knows, from the operating system."""
     return np.random.Generator(np.random.PCG64(secrets.randbits(256)))
+
+
+def make_augment_rng(plan: TrainConfig, *seed_key: int | str) -> Generator:
+    """Returns the generator of a plan's changes by `augment`; nobody knows that of a private plan."""
+    return derive_rng(*seed_key, AUGMENT) if plan.privacy is None else make_system_rng()
 
 
 def check_example_gradients(learner: object) -> ExampleGradients:

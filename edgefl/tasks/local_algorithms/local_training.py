@@ -74,7 +74,7 @@ def train(  # noqa: PLR0913 the last ones by name
         learner: holds the model to start from; afterwards the trained one.
         data: the training part of the shard.
         plan: of the instruction; exactly one of iterations, epochs and seconds is its budget.
-        rng: orders the examples, anew for each epoch.
+        rng: orders the examples, anew for each epoch, and seeds random layers; a plan with `privacy` uses none of it.
         clock: seconds, monotone.
         on_iteration: called with the number of finished iterations and the mean seconds of one; True finishes early:
             this iteration was the last.
@@ -93,7 +93,7 @@ def train(  # noqa: PLR0913 the last ones by name
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
-    _reseed(learner, rng)
+    _reseed(learner, rng if plan.privacy is None else make_system_rng())
     start, limit, kept = learner.read(), plan.count_iterations(len(data)), None
     private = None if plan.privacy is None else _make_private(learner, data, plan, account, limit or 0)
     loop = _TrainingLoop(data, plan, rng, clock, on_iteration)
@@ -145,11 +145,11 @@ def _make_private(
         raise ConfigError('privacy.unit = "example" needs an account of what is spent, and nobody keeps one here')
     rows = _find_labelled(data)
     rows = np.arange(len(data)) if rows is None else rows
-    steps, rng = make_private_steps(plan, len(rows), limit), make_system_rng()
+    steps = make_private_steps(plan, len(rows), limit)
     account.check_room(steps, limit)
     return _PrivateTraining(
-        learner=PrivateLearner(learner, steps, rng),
-        samples=iterate_samples(data, rows, steps.sampling, rng),
+        learner=PrivateLearner(learner, steps, make_system_rng()),
+        samples=iterate_samples(data, rows, steps.sampling, make_system_rng()),
         steps=steps,
         account=account,
     )

@@ -839,6 +839,25 @@ def test_a_private_update_says_what_its_run_has_spent_over_a_restart_too(device,
     assert len({body for _, body in replies}) == 4  # two boards of one name and seed share no noise
 
 
+def test_nobody_knows_the_changes_of_augment_under_a_private_plan(device, monkeypatch):
+    seen = []
+
+    def record(_task, inputs, targets, rng):
+        seen.append((len(inputs), rng.random()))
+        return inputs, targets
+
+    monkeypatch.setattr(ClassificationTask, "augment", record, raising=False)
+    device.train(plan={"iterations": 1})
+    device.train(plan={"iterations": 1}, run="other")
+    assert seen[0] == seen[1], "of another plan they follow from the seed"
+    seen.clear()
+    private = {**PRIVATE, "batch_size": 1000, "iterations": 1, "privacy": {**PRIVACY, "epsilon": 1000.0}}
+    replies = [device.train(plan=private, run=run)[0] for run in ("third", "fourth")]
+    assert not any("error" in reply for reply in replies), replies
+    assert [size for size, _ in seen] == [1] * 2 * NUM_TRAINED
+    assert len({value for _, value in seen}) == 2 * NUM_TRAINED
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -12,7 +12,7 @@ import pytest
 
 from edgefl.compression.codec import make_codec
 from edgefl.core.errors import RunFailedError
-from edgefl.core.types import TrainConfig, TrainInstruction, derive_rng
+from edgefl.core.types import ExamplePrivacy, TrainConfig, TrainInstruction, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.simulation.backends.in_process import AutoBackend, InProcessBackend
 from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
@@ -25,6 +25,7 @@ from edgefl.simulation.backends.trainer import (
     TrainingFailedError,
     TrainingJob,
 )
+from edgefl.tasks.classification import ClassificationTask
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task
 
@@ -102,6 +103,21 @@ def test_a_block_gives_the_bytes_that_every_holder_sends(tmp_path: Path) -> None
     bodies = {virtual.train(order("a", name, block=0), sent(), 3).body for name in NAMES}
     _, body = trainer.train(header(order("a", "device-02", block=0)), sent().body)
     assert bodies == {body}
+
+
+def test_nobody_knows_the_changes_of_augment_under_a_private_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def record(_task: object, inputs: Any, targets: Any, rng: np.random.Generator) -> tuple[Any, Any]:
+        seen.append(rng.random())
+        return inputs, targets
+
+    monkeypatch.setattr(ClassificationTask, "augment", record, raising=False)
+    privacy = ExamplePrivacy(optimizer="sgd", clip=1.0, epsilon=1000.0, delta=1e-5, noise=1.0)
+    private = TrainConfig(algorithm="dp-sgd", iterations=1, batch_size=10_000, privacy=privacy)
+    for _ in range(2):
+        bench().train(order("a", plan=private), sent(), 1)
+    assert len({*seen}) == len(seen) > 100
 
 
 def header(assigned: TrainInstruction) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import pytest
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.named_arrays import NamedArrays
-from edgefl.core.types import Dataset, TensorKind, TrainConfig
+from edgefl.core.types import Dataset, ExamplePrivacy, TensorKind, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.images import cifar10, fashion_mnist, mnist
 from edgefl.tasks.learners import torch_learner
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
+from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.motionsense import motionsense
 from edgefl.tasks.preparation import to_features
@@ -673,6 +674,32 @@ def test_an_example_without_a_finite_gradient_counts_as_none_and_an_empty_batch_
         np.testing.assert_allclose(value.numpy(), with_it[name], atol=1e-6)
     assert learner.sum_clipped_gradients(data.take(np.arange(0)), 0.5) == 0.0
     assert not any(value.any() for value in learner.gradients.values())
+
+
+def test_masks_of_dropout_do_not_follow_from_the_seed_under_a_private_plan(monkeypatch):
+    sums, inner = [], TorchLearner.sum_clipped_gradients
+
+    def record(learner, batch, clip):
+        loss = inner(learner, batch, clip)
+        sums.append(np.concatenate([value.numpy().ravel() for value in learner.gradients.values()]))
+        return loss
+
+    monkeypatch.setattr(TorchLearner, "sum_clipped_gradients", record)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(32, 4)
+    )
+    learner, data = TorchLearner(module, threads=1), some_data()
+    start = learner.read()
+    privacy = ExamplePrivacy(optimizer="sgd", clip=0.5, epsilon=1000.0, delta=1e-5, noise=1.0)
+    plan = TrainConfig(algorithm="dp-sgd", iterations=1, batch_size=len(data), privacy=privacy)  # all, in each sample
+    for _ in range(2):
+        learner.load(start)
+        train(
+            learner, data, plan, np.random.default_rng(7), clock=lambda: 0.0, on_iteration=lambda *_: False,
+            account=RunAccount(account=ExampleAccount(), task="t", run="r"),
+        )  # fmt: skip
+    assert np.abs(sums[0] - sums[1]).max() > 0.01, "whoever knows the seed knows the masks"
 
 
 class Branching(torch.nn.Linear):
