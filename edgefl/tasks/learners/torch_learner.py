@@ -60,7 +60,11 @@ _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
 """Models of torchvision that have more outputs, unless they are told to have one."""
 
 MAX_GRADIENT_VALUES = 8_000_000
-"""Numbers in the gradients of the examples that are differentiated at once, 32 MB, for small devices."""
+"""Numbers in the gradients of the examples that are differentiated at once, for small devices.
+
+They take 32 MB, and while those of a layer are summed, its own in double precision take twice theirs more. What the
+layers compute comes on top.
+"""
 MAX_EVALUATION_VALUES = 2_000_000
 """Approximate number of input values per evaluation batch, so that a large model fits a small device."""
 
@@ -305,11 +309,11 @@ class TorchLearner:
             TaskError: the network or the loss mixes examples, or torch cannot differentiate by example.
         """
         self.check_examples_apart()
+        features = self._compute_features(batch.inputs) if len(batch) else batch.inputs
+        targets = self._convert_targets(batch, features) if len(batch) else batch.targets
         self.start_training(len(batch))
         if not len(batch):
             return 0.0
-        features = self._compute_features(batch.inputs)
-        targets = self._convert_targets(batch, features)
         weights = np.ones(len(batch), np.float32) if batch.weights is None else batch.weights.astype(np.float32)
         inputs = {name: self._to_tensor(array) for name, array in _name_inputs(features).items()}
         size = max(1, MAX_GRADIENT_VALUES // max(1, sum(value.numel() for value in self._gradients.values())))
@@ -325,12 +329,18 @@ class TorchLearner:
         return total
 
     def check_examples_apart(self) -> None:
-        """Raises a `TaskError` where the network or the loss mixes the examples of a batch."""
+        """Raises a `TaskError` where the network or the loss mixes the examples of a batch, or keeps some of them."""
         if self._normalisations:
             name = type(self._normalisations[0]).__name__
             raise TaskError(
                 f'{name} mixes the examples of a batch, which privacy.unit = "example" does not allow; take a model '
                 "with GroupNorm or LayerNorm"
+            )
+        buffers = [name for name in self._tensors if name not in self._parameters]
+        if buffers:
+            raise TaskError(
+                f"{type(self._module).__name__} has a buffer, {buffers[0]}, which may keep what examples are, and "
+                'privacy.unit = "example" needs parameters alone; take a model without running statistics'
             )
         if isinstance(self._loss, Contrastive | MultiTask):
             raise TaskError(
@@ -338,12 +348,11 @@ class TorchLearner:
             )
 
     def _convert_targets(self, batch: Dataset, features: Inputs) -> Array:
-        """Returns the batch's targets for the outputs that its first example has."""
-        first = (
-            {name: array[:1] for name, array in features.items()} if isinstance(features, Mapping) else features[:1]
-        )
+        """Returns the batch's targets for outputs of the shape that those of an example of zeros have."""
+        zeros = {name: np.zeros_like(array[:1]) for name, array in _name_inputs(features).items()}
+        self._module.eval()
         with self._torch.no_grad():
-            outputs = self.apply(self._module, first)
+            outputs = self.apply(self._module, zeros if isinstance(features, Mapping) else zeros[""])
         return select_targets(self._loss, batch, features, (len(batch), *outputs.shape[1:]))
 
     def _add_clipped(
@@ -374,12 +383,15 @@ class TorchLearner:
                 f"torch cannot differentiate {type(self._module).__name__} by example, which privacy.unit = "
                 f'"example" needs: {type(error).__name__}: {get_first_line(error)}'
             ) from error
-        norms = sum(value.double().flatten(1).square().sum(dim=1) for value in gradients.values()).sqrt()
+        flat = {name: value.reshape(len(weights), -1) for name, value in gradients.items()}
+        norm, double = self._torch.linalg.vector_norm, self._torch.float64
+        squares = sum(norm(value, dim=1, dtype=double).square() for value in flat.values())
+        norms = self._torch.as_tensor(squares).sqrt()
         factors = self._torch.from_numpy(compute_clip_factors(norms.cpu().numpy(), clip)).to(self._device)
         is_kept = factors > 0.0
         for name, gradient in self._gradients.items():
             # Not by a factor of 0: a NaN would stay.
-            rows, kept = gradients[name].flatten(1)[is_kept], factors[is_kept].to(gradient.dtype)
+            rows, kept = flat[name][is_kept], factors[is_kept].to(gradient.dtype)
             gradient += (kept @ rows).reshape(gradient.shape)  # noqa: PLW2901 in place: the module's own
         return float(losses[is_kept].sum())
 

@@ -702,6 +702,28 @@ def test_masks_of_dropout_do_not_follow_from_the_seed_under_a_private_plan(monke
     assert np.abs(sums[0] - sums[1]).max() > 0.01, "whoever knows the seed knows the masks"
 
 
+class Counting(torch.nn.Linear):
+    """Has a parameter without an axis, and says what it was asked in which mode, outside of gradients."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.scale, self.tried = torch.nn.Parameter(torch.tensor(1.5)), []
+
+    def forward(self, inputs):
+        if not torch.is_grad_enabled():
+            self.tried.append((self.training, bool(inputs.any())))
+        return self.scale * super().forward(inputs)
+
+
+def test_no_example_goes_through_the_network_but_for_its_clipped_gradient():
+    module, data = Counting(), some_data()
+    learner = TorchLearner(module, threads=1)
+    expected = sum_one_by_one(learner, data, 0.5)
+    learner.sum_clipped_gradients(data, 0.5)
+    assert (module.tried, module.training) == ([(False, False)], True)
+    assert learner.gradients["scale"].item() == pytest.approx(float(expected["scale"]), abs=1e-4)
+
+
 class Branching(torch.nn.Linear):
     """Goes by the numbers of a batch, which are not known where many are computed at a time."""
 
@@ -716,6 +738,13 @@ class Branching(torch.nn.Linear):
     ("make", "loss", "line"),
     [
         (normalised, "cross-entropy", "BatchNorm1d mixes the examples of a batch"),
+        (
+            lambda: torch.nn.Sequential(
+                torch.nn.Unflatten(1, (2, 3)), torch.nn.InstanceNorm1d(2, track_running_stats=True)
+            ),
+            "cross-entropy",
+            "Sequential has a buffer, 1.running_mean, which may keep what examples are",
+        ),
         (
             lambda: torch.nn.Linear(6, 4),
             "contrastive",
