@@ -35,7 +35,7 @@ from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.job import Job
-from edgefl.tasks.local_algorithms.example_privacy import check_example_gradients
+from edgefl.tasks.local_algorithms.example_privacy import try_example_gradients
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ class ReadinessHandler:
             )
         self._task_cache.check_data(cached_task)
         if header.get(PRIVACY_KEY) == EXAMPLE_UNIT:
-            check_example_gradients(cached_task.learner)
+            try_example_gradients(cached_task.learner, self._task_cache.get_examples(cached_task))
 
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None

@@ -239,6 +239,12 @@ class TaskCache:
         if not cached_task.splits:
             self.load_data(cached_task)
 
+    def get_examples(self, cached_task: CachedTask) -> Dataset:
+        """Returns examples that are in memory, to see their form; call it after `check_data`."""
+        if cached_task.data is not None:
+            return cached_task.data
+        return next(iter(cached_task.splits.values()))[0]
+
     def load_root_split(self, cached_task: CachedTask, num_root: int) -> tuple[Dataset, Dataset]:
         """Returns an evaluator's data to test on, and about `num_root` examples to train on, up to date."""
         self.check_data(cached_task)  # it counts the examples

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.core.errors import DataError, StoreError, TaskError
+from edgefl.core.named_arrays import unwrap_inputs, wrap_inputs
 from edgefl.core.renyi_accounting import BUDGET_TOLERANCE, ORDERS, compute_divergences, compute_epsilon, find_noise
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, ExamplePrivacy, Learner, Tensors, TrainConfig, derive_rng
@@ -34,6 +35,8 @@ LIMIT_DELTA = 1e-5
 ACCOUNT_FILE = "example_privacy.json"
 """In a board's state directory."""
 FORMAT_VERSION = 1
+NUM_TRIED = 2
+"""Examples of zeros that a learner is tried with."""
 MAX_RUNS = 500
 """Runs of which a board keeps an account of their own, the newest; that of a task has them all."""
 MAX_FILE_BYTES = 8 * 1024 * 1024
@@ -255,15 +258,36 @@ def check_example_gradients(learner: object) -> ExampleGradients:
     Raises:
         TaskError: it does not, or its network or loss mixes examples.
     """
-    if not isinstance(learner, ExampleGradients):
+    # By its class: a learner of adapters passes on what it lacks itself, and the network's gradients are not theirs.
+    if not hasattr(type(learner), "sum_clipped_gradients") or not isinstance(learner, ExampleGradients):
         raise TaskError(
             f'{type(learner).__name__} has no gradients by example, which privacy.unit = "example" needs; set '
-            'run.backend = "torch", with torch on this board, or take a model in NumPy'
+            'run.backend = "torch", with torch on this board, or take a model in NumPy, without [adapt]'
         )
     check_apart = getattr(learner, "check_examples_apart", None)
     if check_apart is not None:
         check_apart()
     return learner
+
+
+def try_example_gradients(learner: object, data: Dataset) -> None:
+    """Clips the gradients of two examples of zeros, formed as those of some data; of that nothing else is used.
+
+    Raises:
+        TaskError: the learner cannot, as that of `torch.nn.GRU`, which torch does not differentiate by example.
+    """
+    by_example = check_example_gradients(learner)
+    first = Dataset.take(data, slice(0, NUM_TRIED))
+    inputs = unwrap_inputs(first.inputs)
+    zeros = (
+        {name: np.zeros_like(array) for name, array in inputs.items()}
+        if isinstance(inputs, Mapping)
+        else np.zeros_like(inputs)
+    )
+    if len(first):
+        tried = Dataset(inputs=wrap_inputs(zeros), targets=np.zeros_like(first.targets))
+        with np.errstate(all="ignore"):  # only whether it can be done counts
+            by_example.sum_clipped_gradients(tried, 1.0)
 
 
 class PrivateLearner:
@@ -310,7 +334,9 @@ class PrivateLearner:
 def iterate_samples(data: Dataset, rows: Array, sampling: float, rng: Generator) -> Iterator[Dataset]:
     """Yields Poisson samples of some rows endlessly: each row is in each of them with the same probability."""
     while True:
-        sample = rows[rng.random(len(rows)) < sampling]
+        # As many as would be in it, and each set of so many alike: the same as to ask each row, but for time.
+        count = rng.binomial(len(rows), sampling)
+        sample = rows[np.sort(rng.choice(len(rows), count, replace=False, shuffle=False))]
         if isinstance(data, AugmentedDataset) and len(sample):
             # One at a time: a hook of the user's own might mix them.
             yield Dataset.concatenate([data.take(sample[place : place + 1]) for place in range(len(sample))])

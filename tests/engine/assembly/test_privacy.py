@@ -223,6 +223,7 @@ def build_example(**sections):
         ({"adapt": {"method": "lora"}}, "adapt.method must be 'none'"),
         ({"run": {"on_divergence": "stop"}}, "run.on_divergence must be .warn."),
         ({"selection": {"rule": "utility"}, "devices": {"count": 2}}, "selection.rule must be .uniform."),
+        ({"run": {"micro_batch_size": 8}}, "run.micro_batch_size must be left out .* compiled tasks alone"),
         ({"run": {"backend": "onnx"}}, 'run.backend must be "torch" .*got "onnx"'),
         ({"run": {"rounds": None, "seconds": 60.0}}, "privacy.noise is missing: give it, or run.rounds"),
         ({"privacy": {"noise": 0.05}}, "privacy.noise must be a number at least 0.1"),

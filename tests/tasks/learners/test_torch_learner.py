@@ -17,7 +17,7 @@ from edgefl.tasks.images import cifar10, fashion_mnist, mnist
 from edgefl.tasks.learners import torch_learner
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
-from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount
+from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount, try_example_gradients
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.motionsense import motionsense
 from edgefl.tasks.preparation import to_features
@@ -722,6 +722,34 @@ def test_no_example_goes_through_the_network_but_for_its_clipped_gradient():
     learner.sum_clipped_gradients(data, 0.5)
     assert (module.tried, module.training) == ([(False, False)], True)
     assert learner.gradients["scale"].item() == pytest.approx(float(expected["scale"]), abs=1e-4)
+
+
+class Recurrent(torch.nn.GRU):
+    """torch has no rule for many examples of it at a time."""
+
+    def __init__(self):
+        super().__init__(2, 4, batch_first=True)
+
+    def forward(self, inputs):
+        return super().forward(inputs.reshape(-1, 3, 2))[0][:, -1]
+
+
+def test_a_model_is_tried_with_zeros_alone_before_a_private_run():
+    with pytest.raises(TaskError, match="torch cannot differentiate Recurrent by example"):
+        try_example_gradients(TorchLearner(Recurrent(), threads=1), some_data())
+    seen = []
+    learner = TorchLearner(
+        torch.nn.Linear(6, 4), threads=1, prepare=lambda inputs: seen.append(np.array(inputs)) or inputs
+    )
+    try_example_gradients(learner, some_data())
+    assert [(len(inputs), bool(inputs.any())) for inputs in seen] == [(2, False)]
+
+
+def test_a_learner_of_adapters_has_no_gradients_by_example():
+    inner = make_task("digits", {})
+    task = AdaptedTask(inner, AdaptSection(frozen=("fc1.*",)), inner.init(7))
+    with pytest.raises(TaskError, match=r"AdaptedLearner has no gradients by example.*without \[adapt\]"):
+        try_example_gradients(task.learner(threads=1), some_data())
 
 
 class Branching(torch.nn.Linear):
