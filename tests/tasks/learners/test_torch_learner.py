@@ -13,11 +13,17 @@ from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Dataset, ExamplePrivacy, TensorKind, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
+from edgefl.tasks.augmentation import AugmentedDataset
 from edgefl.tasks.images import cifar10, fashion_mnist, mnist
 from edgefl.tasks.learners import torch_learner
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
-from edgefl.tasks.local_algorithms.example_privacy import ExampleAccount, RunAccount, try_example_gradients
+from edgefl.tasks.local_algorithms.example_privacy import (
+    ExampleAccount,
+    RunAccount,
+    iterate_samples,
+    try_example_gradients,
+)
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.motionsense import motionsense
 from edgefl.tasks.preparation import to_features
@@ -722,6 +728,36 @@ def test_no_example_goes_through_the_network_but_for_its_clipped_gradient():
     learner.sum_clipped_gradients(data, 0.5)
     assert (module.tried, module.training) == ([(False, False)], True)
     assert learner.gradients["scale"].item() == pytest.approx(float(expected["scale"]), abs=1e-4)
+
+
+def test_the_last_example_changes_the_sum_by_no_more_than_the_clip_where_masks_and_changes_are_random():
+    """The others' masks and changes stay, as those of the last are taken last; nothing stays in the network."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(32, 4)
+    )
+    learner = TorchLearner(module, threads=1)
+
+    def sum_of(rows):
+        data = some_data().take(rows)
+        changed = AugmentedDataset(
+            inputs=data.inputs, targets=data.targets, task="t", rng=np.random.default_rng(1),
+            augment=lambda inputs, targets, rng: (
+                inputs - inputs.mean(axis=0) / 2 + rng.standard_normal(inputs.shape, np.float32), targets
+            ),
+        )  # fmt: skip
+        batch = next(iterate_samples(changed, np.arange(len(data)), 1.0, np.random.default_rng(2)))
+        torch.manual_seed(3)
+        learner.sum_clipped_gradients(batch, 0.3)
+        return np.concatenate([value.double().numpy().ravel() for value in learner.gradients.values()])
+
+    start = learner.read()
+    moved = []
+    for last in range(24):
+        rows = np.roll(np.arange(24), last)
+        moved.append(np.linalg.norm(sum_of(rows) - sum_of(rows[:-1])))
+    assert 0.29 < max(moved) <= 0.3 + 1e-5
+    assert all(np.array_equal(value, start[name]) for name, value in learner.read().items())
 
 
 class Recurrent(torch.nn.GRU):
