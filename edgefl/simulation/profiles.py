@@ -33,9 +33,9 @@ Absences = tuple[tuple[float, float], ...]
 BUILT_IN_FILE = "profiles.toml"
 SOURCE_KINDS = ("measured", "vendor", "estimated")
 MAX_JITTER = 2.0
+"""As of `simulation.jitter`: beyond it the times of iterations would overflow."""
 MAX_PROFILE_CHARS = 32 * 1024 * 1024
 """Of a profile file: a hundred boards that are seen every half hour of a month have 5 million."""
-"""As of `simulation.jitter`: beyond it the times of iterations would overflow."""
 
 
 def value_at(steps: StepTrace, now_s: float) -> float | None:
