@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SEEDS = 1000
-COUNT_COLUMNS = ("runs", "failed")
+COUNT_COLUMNS = ("runs", "failed", "no_value")
+"""The last one where there are such runs."""
 
 
 @click.command("sweep")
@@ -130,7 +131,7 @@ def _print_results(outcomes: Sequence[SweepOutcome], folder: Path, fmt: str) -> 
     rows = [_make_row(row, metric, names, fmt) for row in summarise(outcomes, metric)]
     columns = dict.fromkeys((*names.values(), *others))
     title = f"{len(outcomes)} runs, by {metric.name}, {'highest' if metric.is_max else 'lowest'} first"
-    print_rows(rows, select_known_columns(rows, [*columns], ()), fmt, title=title, kind="sweep")
+    print_rows(rows, select_known_columns(rows, [*columns], {"no_value"}), fmt, title=title, kind="sweep")
     if all(not outcome.is_finished for outcome in outcomes):
         raise RunFailedError(f"all {len(outcomes)} runs failed; the last: {outcomes[-1].reason}")
     if fmt == "table":
@@ -152,4 +153,5 @@ def _make_row(row: Json, metric: SweepMetric, names: dict[str, str], fmt: str) -
         quality: Json = {metric.name: text if spread is None else f"{text} ± {format_value(metric.name, spread)}"}
     else:
         quality = {metric.name: mean, f"{metric.name}_spread": spread}
-    return {**values, **sums, "runs": row["num_runs"], "failed": row["num_failed"], **quality}
+    counts = {"runs": row["num_runs"], "failed": row["num_failed"], "no_value": row["num_unknown"] or None}
+    return {**values, **sums, **counts, **quality}

@@ -214,8 +214,8 @@ def _create_device_row(info: DeviceInfo) -> SimulatedDeviceRow:
 
 def _compute_start_time(store: Store) -> float:
     """Returns the run's start: that of virtual time, or some time after the store's earlier runs."""
-    end_times = [record.finished_at or record.started_at or record.submitted_at for record in store.list_runs()]
-    return max(end_times) + BETWEEN_RUNS_S if end_times else SIMULATION_EPOCH
+    newest = store.find_newest_run_time()
+    return SIMULATION_EPOCH if newest is None else newest + BETWEEN_RUNS_S
 
 
 def _hash_content(config: Mapping[str, Any], devices: Sequence[DeviceInfo]) -> str:
@@ -226,6 +226,6 @@ def _hash_content(config: Mapping[str, Any], devices: Sequence[DeviceInfo]) -> s
 
 def _make_unique(store: Store, run_id: str) -> str:
     """Returns the id, with a number appended if the store has it already."""
-    existing_ids = {record.run_id for record in store.list_runs()}
+    existing_ids = {record.run_id for record in store.list_runs(prefix=run_id)}
     numbers = (f"{run_id}-{number}" for number in range(2, len(existing_ids) + 3))
     return run_id if run_id not in existing_ids else next(name for name in numbers if name not in existing_ids)

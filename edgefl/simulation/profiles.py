@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
@@ -244,7 +244,7 @@ def load_catalogue(paths: Sequence[str | Path] = ()) -> ProfileCatalogue:
     """
     catalogue = _load_built_in()
     for path in paths:
-        more = parse_catalogue(_load_table(Path(path)), str(path))
+        more = _load_file(Path(path))
         profiles, reference = (
             {**catalogue.profiles, **more.profiles},
             {**catalogue.reference_costs, **more.reference_costs},
@@ -261,7 +261,7 @@ def _load_built_in() -> ProfileCatalogue:
 
 def list_profile_names(path: str | Path) -> list[str]:
     """Returns the names of the profiles in a file; raises as `load_catalogue`."""
-    return list(parse_catalogue(_load_table(Path(path)), str(path)).profiles)
+    return list(_load_file(Path(path)).profiles)
 
 
 def parse_catalogue(table: Mapping[str, Any], location: str) -> ProfileCatalogue:
@@ -399,10 +399,21 @@ def _require_table(value: object, location: str) -> Mapping[str, Any]:
     return value
 
 
-def _load_table(path: Path) -> dict[str, Any]:
+def _load_file(path: Path) -> ProfileCatalogue:
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), max_chars=MAX_PROFILE_CHARS)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"profile file {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"profile file {path}: is not TOML: {error}") from None
+    return _parse_file(text, path)
+
+
+@lru_cache(maxsize=1)
+def _parse_file(text: str, path: Path) -> ProfileCatalogue:
+    """Returns the profiles of a text; a sweep checks every combination with the same file."""
+    try:
+        table = parse_toml(text, max_chars=MAX_PROFILE_CHARS)
+    except ValueError as error:
+        raise ConfigError(f"profile file {path}: is not TOML: {error}") from None
+    return parse_catalogue(table, str(path))

@@ -145,7 +145,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     ):
         fleet_data = None if bookkeeping_only else _load_data(run_config, devices)
         if fleet_data is not None and should_find_scales(run_config):
-            run_config = _find_scales(run_config, fleet_data, folder)
+            run_config = _find_scales(run_config, fleet_data, folder, run_id)
         simulation = stack.enter_context(closing(_Simulation(run_config, fleet_data)))
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
@@ -175,8 +175,11 @@ def check_simulation(
     return config, goal
 
 
-def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
-    """Returns the settings with means and scales of the fleet's data, found by a simulated run of their own."""
+def _find_scales(config: RunConfig, data: FleetData, folder: Path, run_id: str | None) -> RunConfig:
+    """Returns the settings with means and scales of the fleet's data, found by a simulated run of their own.
+
+    Its id is that of the run for which it is, where that has one, with `-scales` appended.
+    """
     if find_named_run(config) is not None:
         raise ConfigError('task.normalise of a simulation must be "fleet": it knows no run of a fleet')
     build_run(config, "simulated")  # what is wrong with the run is said before any other begins
@@ -185,7 +188,8 @@ def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
         closing(_Simulation(make_scales_run(config), data)) as simulation,
         Store.open(folder / DATABASE_NAME) as store,
     ):
-        result = _build_result(store, simulation.run(store, folder, None, None), folder).result
+        scales_id = None if run_id is None else f"{run_id}-scales"
+        result = _build_result(store, simulation.run(store, folder, None, scales_id), folder).result
     assert result is not None
     found = parse_json(result.read_bytes())
     for column in found["columns"]:

@@ -21,9 +21,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ _DECIDING_SETTINGS = frozenset({"run.task", "strategy.name", "strategy.preset"})
 """Settings on which it depends what others there are."""
 _INDIFFERENT_SETTINGS = ("workers",)
 """Settings of `[simulation]` that change no result."""
+_BRACKETS = frozenset("[]{}")
 _OTHER_CHARACTERS = re.compile(r"[^\w .,:+#=@()~-]")
 """Characters that a run's name cannot have."""
 
@@ -61,6 +63,8 @@ class SweepRun:
     """One run: the values of the settings that vary, by setting, and all that it follows from.
 
     Attributes:
+        run_id: the id in the store: of all settings, this release, and the content of `files`.
+        files: SHA-256 of each file that the settings name, and of the modules of a task or strategy of one's own.
         values: by setting, in the order of the command line.
         seed: of the run.
         config: all settings, the fleet's too.
@@ -69,23 +73,14 @@ class SweepRun:
         goal: what a metric must reach, where the run file says so.
     """
 
+    run_id: str
+    files: Mapping[str, str]
     values: Mapping[str, Any]
     seed: int
     config: RunConfig
     shards: tuple[str, ...] = ()
     bookkeeping_only: bool = False
     goal: MetricGoal | None = None
-
-    @property
-    def run_id(self) -> str:
-        """The id in the store: of all settings, this release, and the files of profiles and faults."""
-        section = self.config.simulation
-        settings = self.config.to_json()
-        for name in _INDIFFERENT_SETTINGS:
-            settings["simulation"].pop(name, None)
-        files = [_hash_file(path) for path in (section.profile_file, section.faults, self.config.run.init)]
-        text = json.dumps([__version__, settings, self.shards, self.bookkeeping_only, files], sort_keys=True)
-        return f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def to_request(self, root: Path) -> Json:
         """Returns what `_simulate_one` needs, in this process or another."""
@@ -95,6 +90,7 @@ class SweepRun:
             "shards": list(self.shards),
             "bookkeeping_only": self.bookkeeping_only,
             "root": str(root),
+            "files": dict(self.files),
         }
 
 
@@ -125,23 +121,38 @@ def parse_values(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
                 raise ConfigError(f"{setting} cannot be set: {_RESERVED_SETTINGS[setting]}")
             if setting in found:
                 raise ConfigError(f"{setting} is set twice; give all its values in one --set")
-            found[setting] = _parse_list(values)
+            found[setting] = _parse_list(setting, values)
     faults.check()
     return found
 
 
-def _parse_list(text: str) -> tuple[Any, ...]:
-    """Returns the values between commas, each once; those in a text of its own quotation marks stay together."""
+def _parse_list(setting: str, text: str) -> tuple[Any, ...]:
+    """Returns the values between commas, each once; those in brackets or quotation marks stay together."""
     try:
         values = parse_toml(f"values = [{text}]")["values"]
-    except ValueError:
+    except ValueError as error:
+        if not _BRACKETS.isdisjoint(text):
+            message = f"--set {setting}: a list of values with brackets must be TOML, with texts in quotation marks"
+            raise ConfigError(f"{message}, got {text!r:.100}: {error}") from None
         values = [_parse_value(part.strip()) for part in text.split(",")]
-    return tuple({json.dumps(value): value for value in map(_to_setting, values)}.values())
+    found: dict[str, Any] = {}
+    for value in map(_to_setting, values):
+        found.setdefault(_make_key(value), value)
+    return tuple(found.values())
 
 
 def _to_setting(value: object) -> Any:
     """Returns a value of TOML; dates and times, which no setting has, as texts."""
-    return value if isinstance(value, str | int | float | list) else str(value)
+    if isinstance(value, list):
+        return [_to_setting(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _to_setting(one) for name, one in value.items()}
+    return value if isinstance(value, str | int | float) else str(value)
+
+
+def _make_key(value: object) -> str:
+    """Returns a text that is the same for equal values: 1 and 1.0 too, but not true."""
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _parse_value(text: str) -> Any:
@@ -202,18 +213,28 @@ def plan_sweep(  # noqa: PLR0913 those of `simulate`
             faults.messages += [message for message in dict.fromkeys(found) if message not in faults.messages]
     faults.check()
     shards = () if devices is None or isinstance(devices, int) else tuple(str(path.absolute()) for path in devices)
-    return [
-        SweepRun(
-            values=combination,
-            seed=seed,
-            config=_make_config(config, name, combination, seed),
-            shards=shards,
-            bookkeeping_only=bookkeeping_only,
-            goal=goal,
-        )
-        for combination, (config, goal) in zip(combinations, checked, strict=True)
-        for seed in range(config.run.seed, config.run.seed + num_seeds)
-    ]
+    hash_once = cache(_hash_file)  # a run is what its files were now
+    runs: list[SweepRun] = []
+    for combination, (config, goal) in zip(combinations, checked, strict=True):
+        files = {path: hash_once(path) for path in _list_files(config)}
+        for seed in range(config.run.seed, config.run.seed + num_seeds):
+            run_config = _make_config(config, name, combination, seed)
+            settings = run_config.to_json()
+            for setting in _INDIFFERENT_SETTINGS:
+                settings["simulation"].pop(setting, None)
+            text = json.dumps([__version__, settings, shards, bookkeeping_only, [*files.values()]], sort_keys=True)
+            run = SweepRun(
+                run_id=f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+                files=files,
+                values=combination,
+                seed=seed,
+                config=run_config,
+                shards=shards,
+                bookkeeping_only=bookkeeping_only,
+                goal=goal,
+            )
+            runs.append(run)
+    return runs
 
 
 def _find_faults(check: Callable[[Mapping[str, Any]], object], combination: Mapping[str, Any]) -> list[str]:
@@ -260,6 +281,8 @@ def format_setting_value(value: object) -> str:
     """Returns a value of a setting as a name or a table has it."""
     if isinstance(value, list):
         return "+".join(map(format_setting_value, value))
+    if isinstance(value, dict):
+        return "+".join(f"{name}:{format_setting_value(one)}" for name, one in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -274,11 +297,35 @@ def _make_config(config: RunConfig, name: str, values: Mapping[str, Any], seed: 
     return replace(config, run=replace(config.run, name=name + ending, seed=seed))
 
 
-def _hash_file(path: str | None) -> str | None:
+def _list_files(config: RunConfig) -> list[str]:
+    """Returns the absolute paths of the files that settings name, and of the modules of a run's own classes."""
+    names = [name.partition(":")[0] for name in (config.run.task, config.strategy.name) if ":" in name]
+    sources = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    named = [text for text in _list_texts(config.to_json()) if os.path.isfile(text)]  # noqa: PTH113 of any length
+    return [str(Path(path).absolute()) for path in (*sources, *named) if path is not None]
+
+
+def _list_texts(value: object) -> Iterator[str]:
+    """Yields all texts among the values of settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_texts(one)
+
+
+def _check_files(files: Mapping[str, str]) -> None:
+    for path, digest in files.items():
+        if _hash_file(path) != digest:
+            raise ConfigError(f"{path} was changed after the sweep began; start the sweep again")
+
+
+def _hash_file(path: str) -> str:
     try:
-        return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return None
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def run_sweep(
@@ -314,12 +361,14 @@ def run_sweep(
             for run_id, record in _find_records(store, run_ids).items()
             if record.status in final
         }
+        if outcomes:
+            log.info("%d of %d runs are of an earlier start", len(outcomes), len(runs))
         for outcome in outcomes.values():
             on_end(outcome)
         pending = [run for run_id, run in run_ids.items() if run_id not in outcomes]
         try:
-            for run, error in _simulate_all(pending, root, min(num_jobs, len(pending))):
-                _mark_interrupted(store, [run.run_id], error, status=RunStatus.FAILED)
+            for run, error, status in _simulate_all(pending, root, min(num_jobs, len(pending))):
+                _mark_interrupted(store, [run.run_id], error, status)
                 record = _find_records(store, [run.run_id]).get(run.run_id)
                 outcome = SweepOutcome(run=run, is_finished=False, reason=error)
                 if record is not None and not error:
@@ -332,24 +381,24 @@ def run_sweep(
     return [outcomes[run.run_id] for run in runs]
 
 
-def _find_records(store: Store, run_ids: Mapping[str, Any] | Sequence[str]) -> dict[str, RunRecord]:
+def _list_records(store: Store, run_ids: Collection[str]) -> list[RunRecord]:
+    """Returns all records of runs, oldest first, those of runs that find their scales too."""
+    prefix = os.path.commonprefix([*run_ids])  # noqa: RUF071 ids, which are no paths
+    records = reversed(store.list_runs(prefix=prefix))
+    return [record for record in records if "-".join(record.run_id.split("-")[:2]) in run_ids]
+
+
+def _find_records(store: Store, run_ids: Collection[str]) -> dict[str, RunRecord]:
     """Returns the newest record of each run that the store has; a run that was begun again has a number appended."""
-    records: dict[str, RunRecord] = {}
-    for record in reversed(store.list_runs()):
-        run_id = "-".join(record.run_id.split("-")[:2])
-        if run_id in run_ids:
-            records[run_id] = record
-    return records
+    parts = [(record.run_id.split("-"), record) for record in _list_records(store, run_ids)]
+    return {"-".join(names[:2]): record for names, record in parts if "".join(names[2:]).isdecimal() or not names[2:]}
 
 
 def _mark_interrupted(
-    store: Store,
-    run_ids: Mapping[str, Any] | Sequence[str],
-    reason: str,
-    status: RunStatus = RunStatus.INTERRUPTED,
+    store: Store, run_ids: Collection[str], reason: str, status: RunStatus = RunStatus.INTERRUPTED
 ) -> None:
     """Ends runs in the history whose process is gone."""
-    for record in _find_records(store, run_ids).values():
+    for record in _list_records(store, run_ids):
         if record.status in {RunStatus.QUEUED, RunStatus.RUNNING}:
             at = record.started_at or record.submitted_at
             store.set_run_status(record.run_id, status, at=at, reason=reason)
@@ -367,21 +416,21 @@ def _read_outcome(store: Store, run: SweepRun, record: RunRecord) -> SweepOutcom
     )
 
 
-def _simulate_all(runs: Sequence[SweepRun], root: Path, num_jobs: int) -> Iterator[tuple[SweepRun, str]]:
-    """Yields runs as they end, each with its error, which is empty for a run that did not fail."""
+def _simulate_all(runs: Sequence[SweepRun], root: Path, num_jobs: int) -> Iterator[tuple[SweepRun, str, RunStatus]]:
+    """Yields runs as they end, each with its error, empty for one that did not fail, and what that makes of it."""
     if num_jobs <= 1:
         for run in runs:
-            yield run, _simulate_one(run.to_request(root))
+            yield run, _simulate_one(run.to_request(root)), RunStatus.FAILED
         return
     workers = [_Worker() for _ in range(num_jobs)]
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def simulate_there(run: SweepRun) -> tuple[SweepRun, str]:
+    def simulate_there(run: SweepRun) -> tuple[SweepRun, str, RunStatus]:
         worker = idle.get()
         try:
-            return run, worker.simulate(run.to_request(root))
+            return run, *worker.simulate(run.to_request(root))
         finally:
             idle.put(worker)
 
@@ -404,6 +453,7 @@ def _simulate_one(request: Json) -> str:
         StoreError: the history cannot be written, so no other run could be.
     """
     try:
+        _check_files(request["files"])
         simulate(
             request["config"],
             devices=request["shards"] or None,
@@ -428,8 +478,8 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
 
-    def simulate(self, request: Json) -> str:
-        """Returns as `_simulate_one`; a process that dies is why the run failed."""
+    def simulate(self, request: Json) -> tuple[str, RunStatus]:
+        """Returns as `_simulate_one`, and the status of a run with an error: a signal ends none for good."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -439,10 +489,12 @@ class _Worker:
         if reply is None:
             code = process.wait()
             self._end_process()
-            return f"its process ended with code {code}"
+            if code < 0:  # someone ended it, or the machine was short of memory
+                return f"its process was ended by signal {-code}", RunStatus.INTERRUPTED
+            return f"its process ended with code {code}", RunStatus.FAILED
         if "store" in reply[0]:
             raise StoreError(reply[0]["store"])
-        return str(reply[0]["error"])
+        return str(reply[0]["error"]), RunStatus.FAILED
 
     def close(self) -> None:
         """Ends the process, in the middle of a run too."""
@@ -523,34 +575,43 @@ SUM_COLUMNS = ("rounds", "bytes_up", "bytes_down", "seconds")
 
 
 def summarise(outcomes: Sequence[SweepOutcome], metric: SweepMetric) -> list[Json]:
-    """Returns a row for each combination, best first: means over those seeds whose run finished.
+    """Returns a row for each combination, best first; behind those of which every seed has a value, the others.
 
-    A row has `values`, `mean` and `spread` of the metric (the standard deviation of the seeds as a sample; None of
-    one), `num_runs`, `num_failed`, and the means of `SUM_COLUMNS`.
+    A row has `values`; `mean` and `spread` of the metric (the standard deviation of the seeds as a sample; None of
+    one), and the means of `SUM_COLUMNS`; `num_runs`, over which all of them are; `num_failed`; and `num_unknown`,
+    those that finished without a value of the metric. Without any value, the means are over these.
     """
     groups: dict[str, list[SweepOutcome]] = {}
     for outcome in outcomes:
         groups.setdefault(json.dumps(dict(outcome.run.values)), []).append(outcome)
     rows = [_summarise_group(group, metric) for group in groups.values()]
     sign = -1.0 if metric.is_max else 1.0
-    return sorted(rows, key=lambda row: (row["mean"] is None, sign * (row["mean"] or 0.0), row["seconds"] or 0.0))
+
+    def rank(row: Json) -> tuple[bool, bool, float, float]:
+        is_partial = bool(row["num_failed"] or row["num_unknown"])
+        return row["mean"] is None, is_partial, sign * (row["mean"] or 0.0), row["seconds"] or 0.0
+
+    return sorted(rows, key=rank)
 
 
 def _summarise_group(group: Sequence[SweepOutcome], metric: SweepMetric) -> Json:
     finished = [outcome for outcome in group if outcome.is_finished]
-    known = [
-        value
-        for outcome in finished
-        if (value := outcome.metrics.get(metric.name)) is not None and math.isfinite(value)
+    values = [outcome.metrics.get(metric.name) for outcome in finished]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    counted = [
+        outcome
+        for outcome, value in zip(finished, values, strict=True)
+        if not known or (value is not None and math.isfinite(value))
     ]
     return {
         "values": dict(group[0].run.values),
         "mean": statistics.fmean(known) if known else None,
         "spread": statistics.stdev(known) if len(known) > 1 else None,
-        "num_runs": len(known),
-        "num_failed": len(group) - len(known),
+        "num_runs": len(counted),
+        "num_failed": len(group) - len(finished),
+        "num_unknown": len(finished) - len(known),
         **{
-            name: statistics.fmean(outcome.metrics[name] or 0.0 for outcome in finished) if finished else None
+            name: statistics.fmean(outcome.metrics[name] or 0.0 for outcome in counted) if counted else None
             for name in SUM_COLUMNS
         },
     }

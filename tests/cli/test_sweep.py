@@ -10,13 +10,22 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import edgefl
-from edgefl.core.errors import StoreBusyError, StoreError
-from edgefl.simulation.sweep import LOCK_NAME, parse_values
+from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
+from edgefl.simulation.sweep import (
+    LOCK_NAME,
+    SweepMetric,
+    SweepOutcome,
+    parse_values,
+    plan_sweep,
+    run_sweep,
+    summarise,
+)
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import lock_file
@@ -105,6 +114,66 @@ def test_other_profiles_or_faults_in_a_file_of_the_same_name_are_other_runs(swee
     assert len(list_runs()) == 2
 
 
+def test_a_file_that_is_changed_during_a_sweep_fails_the_runs_that_come_after(file, tmp_path):
+    faults, folder = tmp_path / "faults.toml", tmp_path / "d"
+    faults.write_text("")
+    file.write_text(f'{RUN}faults = "{faults}"\n')
+    outcomes = run_sweep(plan_sweep(file, {}, 2), folder, on_end=lambda _: faults.write_text("# changed\n"))
+    assert [outcome.is_finished for outcome in outcomes] == [True, False]
+    assert outcomes[1].reason == f"{faults} was changed after the sweep began; start the sweep again"
+    again = run_sweep(plan_sweep(file, {}, 2), folder)
+    assert [outcome.is_finished for outcome in again] == [True, True]
+
+
+def test_other_code_of_a_task_of_ones_own_is_another_run(run, list_runs, file, shard, tmp_path, monkeypatch):
+    module = tmp_path / "own_noop.py"
+    module.write_text("from edgefl.tasks.noop import NoopTask\n\n\nclass Own(NoopTask):\n    name = 'own_noop:Own'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text(RUN.replace('"digits"', '"own_noop:Own"').replace('[task]\nmodel = "logistic"\n', ""))
+    words = ("sweep", file, "--allow-module", "own_noop", "--shards", shard.parent, "--dir", tmp_path / "d")
+    for _ in range(2):
+        assert run(*words).code == 0
+    module.write_text(f"{module.read_text()}    other = 1\n")
+    done = run(*words)
+    assert (done.code, len(list_runs())) == (0, 2), done.err
+
+
+def test_the_scales_of_a_run_that_was_killed_are_interrupted_with_it(file, tmp_path):
+    (one,) = plan_sweep(file, {}, 1)
+    (tmp_path / "d").mkdir()
+    with closing(Store.open(tmp_path / "d" / "edgefl.db")) as store:
+        for run_id in (one.run_id, f"{one.run_id}-scales", f"{one.run_id}-scales-2", "sim-0"):
+            store.add_run(
+                run_id=run_id, name="", task="digits", strategy="fedavg", config={}, seed=7, submitted_at=1.0
+            )
+            store.set_run_status(run_id, RunStatus.RUNNING, at=1.0)
+        (outcome,) = run_sweep([one], tmp_path / "d")
+        statuses = {record.run_id: str(record.status) for record in store.list_runs()}
+    assert outcome.is_finished
+    assert statuses.pop("sim-0") == "running"
+    assert statuses.pop(f"{one.run_id}-2") == "finished"
+    assert [*statuses.values()] == ["interrupted"] * 3
+
+
+def make_outcome(run, value, accuracy, *, is_finished=True):
+    metrics = {"accuracy": accuracy, "rounds": 2, "bytes_up": 1, "bytes_down": 1, "seconds": value}
+    return SweepOutcome(run=replace(run, values={"a.b": value}), is_finished=is_finished, reason="", metrics=metrics)
+
+
+def test_a_combination_stands_behind_where_a_seed_has_no_value_and_its_means_are_of_the_same_runs(file):
+    (one,) = plan_sweep(file, {}, 1)
+    rows = summarise(
+        [make_outcome(one, 1, 0.9), make_outcome(one, 1, None, is_finished=False), make_outcome(one, 2, 0.5),
+         replace(make_outcome(one, 3, 0.8), metrics={**make_outcome(one, 3, 0.8).metrics, "seconds": 5.0}),
+         make_outcome(one, 3, None), make_outcome(one, 4, None)],
+        SweepMetric(name="accuracy", is_max=True),
+    )  # fmt: skip
+    counts = ("num_runs", "num_failed", "num_unknown", "seconds")
+    assert [(row["values"]["a.b"], *(row[name] for name in counts)) for row in rows] == [
+        (2, 1, 0, 0, 2), (1, 1, 1, 0, 1), (3, 1, 0, 1, 5), (4, 1, 0, 1, 4)
+    ]  # fmt: skip
+
+
 def test_a_run_that_diverges_is_a_row_and_the_others_go_on(sweep, list_runs, run, file, tmp_path):
     words = ("--set", "strategy.learning_rate=1e300,0.5")
     rows = sweep(*words)
@@ -152,9 +221,19 @@ def test_values_are_toml_or_texts():
         "a.b": (1, 2.5, True, "x|y:3"),
         "c.d": ('"p', 'q"', "r"),
         "e.f": (["pi-4"], ["pi-5"]),
-        "g.h": ("2026-01-05", 1, 1.0),
+        "g.h": ("2026-01-05", 1),
     }
     assert parse_values(['c.d="p,q","r"']) == {"c.d": ("p,q", "r")}
+    assert parse_values(['a.b={"*.bias"="dense"},true,1']) == {"a.b": ({"*.bias": "dense"}, True, 1)}
+    with pytest.raises(ConfigError, match=r"--set e\.f: a list .* with texts in quotation marks, got .*pi-5\]"):
+        parse_values(['e.f=["pi-4"],[pi-5]'])
+
+
+def test_codecs_of_layers_may_vary(sweep, list_runs):
+    rows = sweep("--set", 'compression.layers={"*.bias"="dense"},{"*.bias"="int8"}', "--bookkeeping-only")
+    assert sorted(row["layers"]["*.bias"] for row in rows) == ["dense", "int8"]
+    names = {row["name"] for row in list_runs()}
+    assert names == {f"digits-fedavg layers=~.bias:{one} seed=7" for one in ("int8", "dense")}
 
 
 def test_two_sweeps_do_not_work_in_one_folder(refused, file, tmp_path):
@@ -225,18 +304,31 @@ def test_runs_side_by_side_give_the_same_rows_as_one_after_another(sweep, run, f
     assert both.rows == one
 
 
-@pytest.mark.extended
-def test_a_process_that_dies_fails_its_run_alone(run, file, shard, tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def dying(tmp_path, monkeypatch, death):
+    """A task whose process dies in training."""
     (tmp_path / "dying.py").write_text(
         "import os\n\nfrom edgefl.tasks.noop import NoopTask\n\n\nclass Dying(NoopTask):\n"
         "    name = 'dying:Dying'\n\n    def __init__(self, *, dies: bool = False) -> None:\n"
         "        super().__init__(size_bytes=400)\n        self.dies = dies\n\n"
-        "    def read(self, path):\n        if self.dies:\n            os._exit(3)\n"
-        "        return super().read(path)\n"
+        "    def learner(self, **options):\n        learner = super().learner(**options)\n"
+        f"        if self.dies:\n            learner.gradient = lambda _: {death}\n        return learner\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.usefixtures("dying")
+def test_a_process_that_dies_ends_its_run_alone_and_one_ended_by_a_signal_not_for_good(
+    run, list_runs, file, shard, caplog, death
+):
+    is_killed = "kill" in death
     file.write_text(RUN.replace('"digits"', '"dying:Dying"').replace('[task]\nmodel = "logistic"\n', ""))
-    done = run("sweep", file, "--allow-module", "dying", "--shards", shard.parent, "--dir", tmp_path / "d",
+    done = run("sweep", file, "--allow-module", "dying", "--shards", shard.parent, "--dir", file.parent / "d",
                "--set", "task.dies=true,false", "--seeds", 2, "--jobs", 2, "--format", "json")  # fmt: skip
     assert [(row["dies"], row["runs"], row["failed"]) for row in done.rows] == [(False, 2, 0), (True, 0, 2)], done.err
-    assert caplog.text.count("failed: its process ended with code 3") == 2
+    words = "its process was ended by signal 9" if is_killed else "its process ended with code 3"
+    assert caplog.text.count(f"failed: {words}") == 2
+    statuses = {row["status"] for row in list_runs() if "dies=true" in row["name"]}
+    assert statuses == {"interrupted" if is_killed else "failed"}

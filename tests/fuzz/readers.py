@@ -180,7 +180,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "file-faults": _entry(file_readers.fault_scripts, "simulation/faults.py:load_faults"),
         "file-profiles": _entry(
-            file_readers.profiles, "simulation/profiles.py:load_catalogue", "simulation/profiles.py:_load_table"
+            file_readers.profiles, "simulation/profiles.py:load_catalogue", "simulation/profiles.py:_parse_file"
         ),
         "file-graph": _entry(file_readers.graphs, "strategies/peer_algorithms/topology.py:_read_json"),
         "file-node-hosts": _entry(file_readers.node_hosts),

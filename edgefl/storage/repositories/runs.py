@@ -94,12 +94,21 @@ class RunRepository(Repository):
             raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
         return _to_run_record(row)
 
-    def list_runs(self, *, status: RunStatus | None = None, limit: int | None = None) -> list[RunRecord]:
-        """Returns runs, newest first."""
+    def list_runs(
+        self, *, status: RunStatus | None = None, limit: int | None = None, prefix: str = ""
+    ) -> list[RunRecord]:
+        """Returns runs whose ids begin with `prefix`, newest first."""
         query = select(RunTable.__table__).order_by(RunTable.sequence.desc(), RunTable.run_id.desc()).limit(limit)
         if status is not None:
             query = query.where(RunTable.status == str(status))
+        if prefix:  # a range, for which the index serves
+            query = query.where(RunTable.run_id.between(prefix, f"{prefix}\uffff"))
         return [_to_run_record(row) for row in self.database.read_rows(query)]
+
+    def find_newest_run_time(self) -> float | None:
+        """Returns when the last run ended, or else began, unix seconds; None without any run."""
+        ends = func.coalesce(RunTable.finished_at, RunTable.started_at, RunTable.submitted_at)
+        return self.database.read_value(select(func.max(ends)))
 
     def count_runs(self, status: RunStatus) -> int:
         """Returns how many runs have this status."""
