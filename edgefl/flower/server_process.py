@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,7 +79,12 @@ class ProcessGrid(Grid):
         return self._wait(list(message_ids), needs_all=False, timeout=0.0)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self._wait([self._push(message) for message in messages], needs_all=True, timeout=timeout)
+        message_ids = [self._push(message) for message in messages]
+        replies = self._wait(message_ids, needs_all=True, timeout=timeout)
+        for message_id in message_ids:  # of replies that never came: nobody asks for them again
+            self._sent.pop(message_id, None)
+            self._codecs.pop(message_id, None)
+        return replies
 
     def _push(self, message: Message) -> str:
         metadata = message.metadata
@@ -91,6 +97,10 @@ class ProcessGrid(Grid):
                 "round": self._number_round(message),
             }
             message_id = str(self._ask(request, encode_message(header, message.content))["message"])
+        now_s = time.time()
+        for one, sent in [*self._sent.items()]:
+            if sent.created_at + sent.ttl < now_s:  # a codec holds the whole model
+                self._codecs.pop(one, None)
         self._sent[message_id] = metadata
         if self._has_codec and metadata.message_type.startswith(TRAIN):
             self._codecs[message_id] = ChangeCodec(message.content)

@@ -169,3 +169,19 @@ def test_changes_are_taken_of_replies_that_train_in_a_run_with_a_codec_alone(has
     else:
         assert (reply.error.code, reply.error.reason[:27]) == (8, "the reply makes no sense: a")
     assert not grid._codecs
+
+
+def test_models_of_messages_whose_replies_never_come_are_not_kept():
+    ensure_identity()
+    answers = io.BytesIO()
+    for message in ({"message": "0"}, {"message": "1"}, {"count": 0}, {"message": "2"}, {"message": "3"}):
+        write_message(answers, message)
+    answers.seek(0)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, has_codec=True)
+    assert not grid.send_and_receive([Message(make_message(), node, "train") for node in (2, 3)], timeout=1.0)
+    assert (grid._codecs, grid._sent) == ({}, {})
+    expired = Message(make_message(), 2, "train", ttl=60.0)
+    expired.metadata.created_at = 1.0
+    grid.push_messages([expired])
+    grid.push_messages([Message(make_message(), 2, "train")])
+    assert grid._codecs.keys() == {"3"}
