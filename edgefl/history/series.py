@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ import numpy as np
 from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.core.types import Array, Json, UpdateStatus
 from edgefl.storage.queries.columns import HistoryFilters
+
+log = logging.getLogger(__name__)
 
 _ROUND_COLUMNS = (
     "round", "bytes_up", "bytes_down", "num_devices", "num_updates", "accuracy", "loss", "train_loss",
@@ -221,7 +224,7 @@ def make_column_array(rows: Sequence[Json], name: str) -> Array:
 def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]:
     """Returns the identified runs, each once, by label: the name, with the id for duplicate names.
 
-    In a text, `*` stands for any part of names: it is the newest run of each that matches.
+    In a text, `*` stands for any part of names: it is the newest run with a closed round of each that matches.
 
     Raises:
         NotFoundError: there is no such run.
@@ -233,8 +236,11 @@ def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]
 
 
 def _match_names(source: HistoryReader, pattern: str) -> list[str]:
-    newest = {row["name"]: row["run_id"] for row in source.read_rows("runs")}
-    run_ids = [run_id for name, run_id in newest.items() if fnmatchcase(name, pattern)]
+    rows = [row for row in source.read_rows("runs") if fnmatchcase(row["name"], pattern)]
+    newest = {row["name"]: row["run_id"] for row in rows}
+    run_ids = list({row["name"]: row["run_id"] for row in rows if row["rounds"]}.values())
+    if left_out := [f"{name} {run_id}" for name, run_id in newest.items() if run_id not in run_ids]:
+        log.warning("left out, since they have no closed round: %s", ", ".join(left_out))
     if not run_ids:
         raise NotFoundError(f"no run's name matches {pattern!r}; `edgefl history runs` has them")
     return run_ids

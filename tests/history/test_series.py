@@ -121,11 +121,14 @@ def test_a_large_run_is_read_in_parts_and_nothing_twice(store, monkeypatch):
     assert sorted(set(read_assignments_between(source, run, 1006.0, 1013.0).round)) == [2, 3]
 
 
-def test_a_pattern_takes_the_newest_run_of_each_name_that_matches(store):
-    for run_id, name in (("r1", "lr=1 seed=1"), ("r2", "lr=1 seed=2"), ("r3", "lr=1 seed=1"), ("r4", "other")):
+def test_a_pattern_takes_the_newest_run_with_a_round_of_each_name_that_matches(store, caplog):
+    names = ("lr=1 seed=1", "lr=1 seed=2", "lr=1 seed=1", "other")
+    runs = [made.add_synchronous(store, name, rounds=1, run_id=f"r{i}") for i, name in enumerate(names, 1)]
+    for run_id, name in (("r5", "lr=1 seed=2"), ("r6", "lr=1 seed=3"), ("r7", "unlike")):
         made.add_run(store, name, run_id=run_id)
     found = find_runs(made.StoreReader(store), ["lr=1 *", "other"])
-    assert [run.run_id for run in found.values()] == ["r3", "r2", "r4"]
+    assert [run.run_id for run in found.values()] == [runs[2], runs[1], runs[3]]
+    assert caplog.messages == ["left out, since they have no closed round: lr=1 seed=2 r5, lr=1 seed=3 r6"]
     with pytest.raises(NotFoundError, match=r"no run's name matches 'lr=2\*'"):
         find_runs(made.StoreReader(store), ["lr=2*"])
 
