@@ -532,17 +532,17 @@ def main() -> None:
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    requests: queue.SimpleQueue[Json] = queue.SimpleQueue()
+    pending: queue.SimpleQueue[Json] = queue.SimpleQueue()
 
     def read_requests() -> None:
         while (message := read_message(sys.stdin.buffer)) is not None:
-            requests.put(message[0])
+            pending.put(message[0])
         os._exit(1)
 
     threading.Thread(target=read_requests, name="runs", daemon=True).start()
     logging.disable(logging.WARNING)  # what is to be said of a run is said of hundreds
     while True:
-        request = requests.get()
+        request = pending.get()
         # The processes that train would share the cores with those of the other runs.
         request["config"]["simulation"].setdefault("workers", 0)
         try:

@@ -492,8 +492,6 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         ),
         "coordinator/monitoring/metrics.py:load_grafana_dashboard": "a file of the package",
         "simulation/profiles.py:_load_built_in": "a file of the package",
-        "simulation/sweep.py:_parse_list": "the command line",
-        "simulation/sweep.py:_parse_value": "the command line",
         "coordinator/backup.py:_write_archive": "writes",
         "coordinator/runs/recovery.py:_has_crashed_too_often": "a note of its own; a damaged one counts anew",
         "coordinator/runs/recovery.py:_load_final_incarnations": "a note of its own; rows replace a damaged one",
