@@ -14,7 +14,6 @@ import io
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,9 +96,8 @@ class ProcessGrid(Grid):
                 "round": self._number_round(message),
             }
             message_id = str(self._ask(request, encode_message(header, message.content))["message"])
-        now_s = time.time()
         for one, sent in [*self._sent.items()]:
-            if sent.created_at + sent.ttl < now_s:  # a codec holds the whole model
+            if sent.created_at + sent.ttl < metadata.created_at:  # a codec holds the whole model
                 self._codecs.pop(one, None)
         self._sent[message_id] = metadata
         if self._has_codec and metadata.message_type.startswith(TRAIN):

@@ -108,7 +108,8 @@ class RunRepository(Repository):
     def find_newest_run_time(self) -> float | None:
         """Returns when the last run ended, or else began, unix seconds; None without any run."""
         ends = func.coalesce(RunTable.finished_at, RunTable.started_at, RunTable.submitted_at)
-        return self.database.read_value(select(func.max(ends)))
+        newest = self.database.read_value(select(func.max(ends)))
+        return None if newest is None else float(newest)
 
     def count_runs(self, status: RunStatus) -> int:
         """Returns how many runs have this status."""
