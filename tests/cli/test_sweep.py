@@ -255,9 +255,12 @@ def test_names_of_runs_tell_settings_apart_and_fit_a_name(sweep, list_runs):
 def start(file, folder, *words):
     path = os.pathsep.join([str(Path(edgefl.__file__).parents[1]), *filter(None, sys.path)])
     command = [sys.executable, "-m", "edgefl", "sweep", str(file), "--dir", str(folder), *words]
+    environment = {**os.environ, "PYTHONPATH": path}
+    # Ctrl-C counts for it also where these tests run in the background of a shell, which ignores it there.
     return subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 no lock is taken there
+    )  # fmt: skip
 
 
 def wait_for_runs(folder, num_finished, *, within_s=200.0):

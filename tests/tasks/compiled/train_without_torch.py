@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.config import parse_run
+from edgefl.core.errors import TaskError
+from edgefl.core.heads import join_targets
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.compiled.board.graph_task import load_graph_task
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.losses.class_losses import CrossEntropy
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.registry import make_task
@@ -64,16 +67,33 @@ def run_rounds(task, request):
     return max(float(np.abs(model[name] - first[name]).max()) for name in model)
 
 
+def make_targets(loss, shape, rng):
+    """Returns random targets that a loss takes for outputs of a shape."""
+    if isinstance(loss, CrossEntropy):
+        return rng.integers(shape[-1], size=NUM_EXAMPLES)
+    targets = rng.integers(0, 2, shape).astype(np.float32)
+    try:
+        loss.convert_targets(targets, shape)
+    except TaskError:  # of quantiles, each target has several outputs
+        return targets[..., 0]
+    return targets
+
+
 def make_examples(task, rng):
     """Returns random inputs, and targets as the task's loss takes them."""
     shape = getattr(task, "input_shape", (4,))  # greenhouse, in NumPy, says nothing of it
     inputs = rng.integers(0, 3, (NUM_EXAMPLES, *shape)).astype(np.uint8)
-    labels = getattr(task, "labels", ())
-    if labels and isinstance(find_loss(task) or CrossEntropy(), CrossEntropy):
+    labels, loss = getattr(task, "labels", ()), find_loss(task) or CrossEntropy()
+    if isinstance(loss, MultiTask):
+        targets = {head.name: make_targets(head.loss, (NUM_EXAMPLES, head.num_outputs), rng) for head in loss.heads}
+        return Dataset(inputs=inputs, targets=join_targets(targets))
+    if labels and isinstance(loss, CrossEntropy):
         return Dataset(inputs=inputs, targets=rng.integers(len(labels), size=NUM_EXAMPLES))
     learner = task.learner(threads=1)
     outputs = learner.logits(inputs).shape
-    return Dataset(inputs=inputs, targets=rng.integers(0, 2, outputs).astype(np.float32))
+    if isinstance(loss, CrossEntropy):
+        return Dataset(inputs=inputs, targets=rng.integers(0, 2, outputs).astype(np.float32))
+    return Dataset(inputs=inputs, targets=make_targets(loss, outputs, rng))
 
 
 if __name__ == "__main__":
