@@ -156,6 +156,15 @@ class _CurrentRun:
     look_s: float | None = None
 
 
+def _drop_journal(run_folder: Path) -> None:
+    """Removes the journal of a run, whole or not at all; where it stays, the run goes on where it was."""
+    waited = run_folder / "journal-of-waiting"
+    shutil.rmtree(waited, ignore_errors=True)  # of a coordinator that died meanwhile
+    with contextlib.suppress(OSError):
+        (run_folder / "journal").rename(waited)
+    shutil.rmtree(waited, ignore_errors=True)
+
+
 class RunScheduler:
     """Executes runs in one thread; replies and progress are posted to it from others.
 
@@ -535,14 +544,17 @@ class RunScheduler:
         return self._context.directory.runs / run_id / "autonomous"
 
     def _requeue_lacking(self, run_id: str, reason: str) -> None:
-        """Queues the active run, which has only waited, again; it begins anew in its turn."""
-        journal = self._context.directory.runs / run_id / "journal"
+        """Queues the active run again; one that has only waited begins anew in its turn.
+
+        A board that came in the same moment may have work of it already: such a run goes on where it was.
+        """
+        folder = self._context.directory.runs / run_id
         with self._lock:
             if self._current is not None and self._current.stop_reason is not None:
                 self._record_end(run_id, RunStatus.INTERRUPTED, reason)
             else:
-                journal.rename(waited := journal.with_name("journal-of-waiting"))
-                shutil.rmtree(waited, ignore_errors=True)
+                if has_only_waited(folder):
+                    _drop_journal(folder)
                 self._set_status(run_id, RunStatus.QUEUED, reason)
             self._current = None
 

@@ -566,6 +566,24 @@ def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_begins_behin
     worker.stop()
 
 
+@pytest.mark.parametrize("has_decided", [False, True])
+def test_a_run_that_gives_way_begins_anew_unless_a_board_came_in_the_same_moment(
+    store: Store, worker: RunScheduler, has_decided: bool
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    journal = worker._context.directory.runs / run_id / "journal"
+    if not has_decided:
+        (journal.with_name("journal-of-waiting") / "old").mkdir(parents=True)  # a coordinator died here once
+    if has_decided:
+        with WalJournal(journal, lambda _: {}) as wal:
+            wal.record_decision(first_orders(run_id))
+    worker._current = _CurrentRun(run_id=run_id)
+    worker._requeue_lacking(run_id, "gives way")
+    assert (store.get_run(run_id).status, store.get_run(run_id).reason) == (RunStatus.QUEUED, "gives way")
+    assert journal.exists() is has_decided
+    assert not journal.with_name("journal-of-waiting").exists()
+
+
 @with_parts
 @pytest.mark.parametrize("kept", ["has begun", "for a limited time", "its devices train by themselves"])
 def test_a_run_keeps_its_place_that_has_begun_or_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
