@@ -533,12 +533,13 @@ class JobSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionSection:
-    """`[selection]`: which devices a round asks, where `[devices]` says that it asks some (`count` or `fraction`).
+    """`[selection]`: which devices a round asks, or without rounds which one gets work when another is done.
+
+    It is for runs in which some are at work at a time (`count` or `fraction` of `[devices]`).
 
     Attributes:
-        rule: uniform, all alike; or utility: those with a high loss that answer in time, and some new ones, of a
-            synchronous strategy.
-        round_s: preferred duration of a round; slower devices have less utility. None is the median device's.
+        rule: uniform, all alike; or utility: those with a high loss that answer in time, and some new ones.
+        round_s: preferred duration of a device's work; slower devices have less utility. None is the median device's.
         penalty: exponent by which a device that is slower than that has less; 0 does not look at it.
         exploration: share of devices never asked before, or never heard of since, in the first round.
         exploration_decay: factor of that share with each round.
@@ -1072,12 +1073,19 @@ def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"job.name must be a job's name, such as my_jobs:WordCount, got {job.get('name')!r:.60}")
     faults, run, devices = Faults(), tables.get("run", {}), tables.get("devices", {})
     meaningful = {"run", "job", "devices", "conditions"}
-    if job["name"].startswith(APP_JOB_PREFIX):
+    is_app = job["name"].startswith(APP_JOB_PREFIX)
+    if is_app:
         meaningful.add("compression")
+    what = "for a Flower app, whose own code trains" if is_app else "beside job, which trains nothing"
     unknown = {item.name for item in fields(RunConfig)} - meaningful
     for name in tables:
-        if name in unknown:
-            faults.messages.append(f"{name} means nothing beside job, which trains nothing; leave it out")
+        if name == "privacy" and is_app:
+            faults.messages.append(
+                "privacy protects nothing of a Flower app, whose own code clips updates and adds them up; leave it "
+                "out, and use Flower's, such as LocalDpMod or DifferentialPrivacyServerSideFixedClipping, in the app"
+            )
+        elif name in unknown:
+            faults.messages.append(f"{name} means nothing {what}; leave it out")
     unused = [f"run.{key}" for key in run if key not in JOB_RUN_SETTINGS] if isinstance(run, Mapping) else []
     if isinstance(devices, Mapping):
         unused += [f"devices.{key}" for key in devices if key in _TRAINING_DEVICE_SETTINGS]

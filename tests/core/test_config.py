@@ -20,7 +20,7 @@ from edgefl.core.config import (
 )
 from edgefl.core.errors import ConfigError
 from edgefl.core.settings import from_mapping
-from edgefl.core.types import Scalar
+from edgefl.core.types import APP_JOB_PREFIX, Scalar
 
 FULL = """
 [run]
@@ -329,6 +329,8 @@ def test_a_file_of_a_thousand_wrong_settings_names_some_and_how_many_more():
 
 JOB = {"run": {"name": "counting", "seconds": 60.0}, "job": {"name": "texts:Words", "parts": 4, "language": "de"}}
 
+APP = {"job": {"name": f"{APP_JOB_PREFIX}quickstart"}}
+
 
 def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
     config = parse_run({**JOB, "devices": {"groups": ["kitchen"]}})
@@ -345,6 +347,15 @@ def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
         ({"job": {"parts": 4}}, "job.name must be a job's name, such as my_jobs:WordCount, got None"),
         ({**JOB, "compression": {"up": "int8"}}, "compression means nothing beside job, which trains nothing"),
         ({**JOB, "strategy": {"name": "fedavg"}}, "strategy means nothing beside job, which trains nothing"),
+        (
+            {**APP, "privacy": {"unit": "device"}},
+            "leave it out, and use Flower's, such as LocalDpMod or DifferentialPrivacy",
+        ),
+        ({**APP, "privacy": {"unit": "example"}}, "privacy protects nothing of a Flower app"),
+        (
+            {**APP, "guard": {"enabled": True}},
+            "guard means nothing for a Flower app, whose own code trains; leave it",
+        ),
         ({**JOB, "run": {"task": "digits"}}, "run.task means nothing for a job; leave it out"),
         ({**JOB, "devices": {"count": 2}}, "devices.count means nothing for a job; leave it out"),
         ({"job": {"name": "a:B", "parts": 0}}, "job.parts must be a whole number at least 1"),

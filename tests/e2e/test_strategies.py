@@ -124,6 +124,32 @@ def test_a_killed_device_stops_no_run(fleet: LocalFleet, tools: Any, name: str) 
     check_history(fleet, tools, run_id)
 
 
+@pytest.mark.timeout(400)
+def test_a_coordinator_that_is_killed_knows_which_board_was_seldom_asked_without_rounds(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    fleet.kill("device-03")
+    tools.eventually(lambda: fleet.get_presence()["device-03"] != "online", what="it is gone")
+    tables = run_of("fedasync", task=tools.gated, of_task={"pace_s": 0.1}, rounds=60, evaluate_on="none").to_json()
+    tables["devices"] |= {"min": 1, "count": 1}
+    tables["selection"] = {"rule": "utility", "fairness": 1.0, "exploration": 1.0, "exploration_decay": 1.0}
+    run_id = fleet.submit(parse_run(tables))
+    tools.eventually(lambda: len(tools.used(fleet, run_id)) >= 12, what="two boards were asked some times")
+    fleet.kill(COORDINATOR)
+    fleet.start_device("device-03")
+    fleet.start_coordinator()
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    rows = sorted(tools.used(fleet, run_id), key=lambda row: row["applied_version"])
+    assert [row["applied_version"] for row in rows] == list(range(60)), "none is lost, none is doubled"
+    order = [row["device_id"] for row in rows]
+    first = order.index("device-03")
+    num_asked = Counter(order[:first])
+    assert max(num_asked.values()) - min(num_asked.values()) <= 2
+    num_missed = min(min(num_asked.values()) - 2, len(order) - first)
+    assert num_missed >= 4
+    assert order[first : first + num_missed] == ["device-03"] * num_missed
+
+
 def test_their_clocks_skew_is_reported(fleet: LocalFleet, tools: Any) -> None:
     for name, off_s in DAYS_OFF_S.items():
         told = tools.eventually(

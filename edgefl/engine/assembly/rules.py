@@ -27,6 +27,7 @@ from edgefl.engine.assembly.strategy import get_batch_size, get_inner_strategy, 
 from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
 from edgefl.strategies.synchronous.redundant_shards import RedundantShards
 from edgefl.strategies.synchronous.scaffold import Scaffold
@@ -168,18 +169,19 @@ def make_selection(config: RunConfig) -> DeviceSelection:
 
 
 def check_selection(config: RunConfig, strategy: Strategy[Any]) -> None:
-    """Checks that a run that selects devices by utility has rounds of one update a device.
+    """Checks that a run that selects devices by utility has one update of a device at a time.
 
     Raises:
         ConfigError: it has not.
     """
     inner = get_inner_strategy(strategy)
-    has_rounds = isinstance(inner, SynchronousStrategy) and not isinstance(inner, RedundantShards)
-    has_rounds &= not is_flower_strategy(config.strategy.name)  # which selects by itself
-    if config.selection.rule == "utility" and not has_rounds:
+    is_selecting = isinstance(inner, SynchronousStrategy | AsynchronousStrategy)
+    is_selecting &= not isinstance(inner, RedundantShards)
+    is_selecting &= not is_flower_strategy(config.strategy.name)  # which selects by itself
+    if config.selection.rule == "utility" and not is_selecting:
         raise ConfigError(
-            'selection.rule = "utility" is for strategies with rounds of one update a device, such as fedavg; '
-            f"{config.strategy.name} is none"
+            'selection.rule = "utility" is for strategies that ask a device for one update at a time, such as fedavg '
+            f"or fedbuff; {config.strategy.name} does not"
         )
 
 

@@ -2,9 +2,9 @@
 
 Updates are applied in the order of arrival. A strategy moves the model in `apply`; data about a base version is
 stored in `on_version_dispatched` and dropped in `on_version_released`. `slots` holds the work in flight. No event
-scans all devices: 10,000 of them cost as much as ten. An assignment that is neither answered nor in `view.busy` is
-lost for good. That is detected when its device is asked again, and otherwise by a round-robin check of a few devices
-at a time.
+scans all devices, unless they are selected by utility: 10,000 of them cost as much as ten. An assignment that is
+neither answered nor in `view.busy` is lost for good. That is detected when its device is asked again, and otherwise
+by a round-robin check of a few devices at a time.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from edgefl.strategies.strategy_config import (
     SingleStepConfig,
     compute_rate_factor,
 )
+from edgefl.strategies.utility_selection import SelectionRecord, measure_update, select_by_utility
 
 NUM_CHECKS_PER_CALL = 3
 """Devices checked per call; a third as many calls check all of them."""
@@ -60,7 +61,7 @@ A = TypeVar("A", bound="AsyncState")
 
 @dataclass(slots=True)
 class WorkSlot:
-    """Work slot of one device: its assignment ("" for none), and its used updates to acknowledge.
+    """Work slot of one device: its assignment ("" for none) since `asked_s`, and its used updates to acknowledge.
 
     The first `num_sent` of `used_assignments` were sent with the assignment; they are dropped when its update
     arrives, but for the newest two.
@@ -72,6 +73,7 @@ class WorkSlot:
     used_assignments: tuple[str, ...] = ()
     num_sent: int = 0
     losses: int = 0
+    asked_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class WorkSlots:
     resting: dict[str, float] = field(default_factory=dict)
 
     def assign(
-        self, device_id: str, assignment_id: str, *, base_version: int, learning_rate: float
+        self, device_id: str, assignment_id: str, *, base_version: int, learning_rate: float, now_s: float = 0.0
     ) -> tuple[str, ...]:
         """Records an assignment and returns the used updates that its device is to be told of."""
         slot = self.by_device.get(device_id)
@@ -91,7 +93,7 @@ class WorkSlots:
             slot = self.by_device[device_id] = WorkSlot()
             self.turn.append(device_id)
         slot.assignment_id, slot.base_version, slot.learning_rate = assignment_id, base_version, learning_rate
-        slot.num_sent = len(slot.used_assignments)
+        slot.num_sent, slot.asked_s = len(slot.used_assignments), now_s
         return slot.used_assignments
 
     def complete(self, device_id: str, assignment_id: str) -> WorkSlot | None:
@@ -177,7 +179,8 @@ class AsyncState:
     `round_size` is the number of versions per round, `num_left` the number of idle devices not asked last,
     `num_workers` the number of devices that may be at work at the same time, as of the last assignments. `halvings`
     are the versions from which on the learning rate is half of what it was, and work that began before version
-    `restored` follows from a model that was given up.
+    `restored` follows from a model that was given up. `selections` has a record of each device that was asked, where
+    they are selected by utility.
     """
 
     model: dict[str, Array]
@@ -194,6 +197,7 @@ class AsyncState:
     moments: ServerMoments = field(default_factory=dict)
     halvings: tuple[int, ...] = ()
     restored: int = 0
+    selections: dict[str, SelectionRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +263,8 @@ class AsynchronousStrategy(Strategy[A]):
         state.num_workers = max(1, self._compute_max_busy(view))
         plan = self._make_plan(state)
         instructions = tuple(
-            self._make_instruction(state, device_id, plan) for device_id in self._select_devices(state, view)
+            self._make_instruction(state, device_id, plan, view.now_s)
+            for device_id in self._select_devices(state, view)
         )
         state.round_size = state.round_size or self.rules.updates_per_round or len(instructions)
         state.num_left = len(view.idle) - len(instructions)
@@ -281,6 +286,8 @@ class AsynchronousStrategy(Strategy[A]):
                 self.on_device_gone(state, device_id)
 
     def _cancel_assignment(self, state: A, device_id: str, now_s: float) -> None:
+        if device_id in state.selections:
+            state.selections[device_id].silent_s = max(0.0, now_s - state.slots.by_device[device_id].asked_s)
         self._remove_version_holder(state, state.slots.cancel(device_id, now_s))
 
     def _select_devices(self, state: A, view: FleetView) -> list[str]:
@@ -296,6 +303,8 @@ class AsynchronousStrategy(Strategy[A]):
             return [device_id for device_id in idle if is_available(device_id)]
         if num_free <= 0:
             return []
+        if self.rules.selection is not None:
+            return self._select_by_utility(state, [name for name in idle if is_available(name)], num_free)
         selected = self._select_random(state, idle, num_free, is_available)
         if selected or view.busy:
             return selected
@@ -321,11 +330,35 @@ class AsynchronousStrategy(Strategy[A]):
                 indices.add(index)
         return [idle[index] for index in sorted(indices)]
 
-    def _make_instruction(self, state: A, device_id: str, plan: TrainConfig) -> TrainInstruction:
+    def _select_by_utility(self, state: A, available: Sequence[str], num_free: int) -> list[str]:
+        """Returns up to `num_free` available devices, in order; it looks at all of them."""
+        if self.rules.selection is None or num_free >= len(available):
+            return list(available)
+        return select_by_utility(
+            state.selections,
+            available,
+            num_free,
+            settings=self.rules.selection,
+            round_number=self._count_rounds(state),
+            rng=derive_rng(self.rules.seed, "chosen", state.num_assigned),
+            num_at_work=state.num_workers,
+        )
+
+    def _count_rounds(self, state: A) -> int:
+        """Returns the number of the round of utility selection that it is, from 1, by the assignments made."""
+        return 1 + state.num_assigned // (state.round_size or state.num_workers)
+
+    def _record_selection(self, state: A, device_id: str) -> None:
+        record = state.selections.setdefault(device_id, SelectionRecord())
+        record.num_selected, record.last_round = record.num_selected + 1, self._count_rounds(state)
+
+    def _make_instruction(self, state: A, device_id: str, plan: TrainConfig, now_s: float) -> TrainInstruction:
+        if self.rules.selection is not None:
+            self._record_selection(state, device_id)
         state.num_assigned += 1
         assignment_id = f"n{state.num_assigned}-{device_id}"
         used_ids = state.slots.assign(
-            device_id, assignment_id, base_version=state.version, learning_rate=plan.learning_rate
+            device_id, assignment_id, base_version=state.version, learning_rate=plan.learning_rate, now_s=now_s
         )
         self._add_version_holder(state)
         self.on_assigned(state, device_id)
@@ -369,6 +402,8 @@ class AsynchronousStrategy(Strategy[A]):
         if slot is None:
             return None
         self.on_update(state, update.device_id)
+        if (record := state.selections.get(update.device_id)) is not None:
+            (record.utility, record.duration_s), record.silent_s = measure_update(update, slot.asked_s), 0.0
         if slot.base_version < state.restored:
             self._remove_version_holder(state, slot.base_version)
             return None

@@ -14,7 +14,7 @@ from edgefl.core.errors import StrategyError
 from edgefl.core.types import Array, FleetView, Update
 from edgefl.strategies.aggregation import ServerMoments, StreamingMean
 from edgefl.strategies.strategy_config import TICK_S, RoundRules
-from edgefl.strategies.synchronous.utility_selection import RoundAnswers, SelectionRecord
+from edgefl.strategies.utility_selection import RoundAnswers, SelectionRecord
 
 MAX_LISTED_DEVICES = 10
 """Maximum of devices named in a message."""

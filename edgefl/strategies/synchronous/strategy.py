@@ -59,7 +59,7 @@ from edgefl.strategies.synchronous.round_state import (
     compute_alarm_s,
     make_timeout_error,
 )
-from edgefl.strategies.synchronous.utility_selection import record_round, select_by_utility
+from edgefl.strategies.utility_selection import record_round, select_by_utility
 
 R = TypeVar("R", bound=RoundState)
 

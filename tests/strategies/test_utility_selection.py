@@ -1,5 +1,6 @@
 """Devices selected by utility: scores by hand, and who is asked over many rounds."""
 
+import heapq
 import math
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ from edgefl.engine.assembly.build import build_run
 from edgefl.storage.state_serialisation import decode_state, encode_state
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
-from edgefl.strategies.synchronous.utility_selection import (
+from edgefl.strategies.utility_selection import (
     MAX_UTILITY,
     SelectionRecord,
     compute_scores,
@@ -237,6 +238,137 @@ def test_a_coordinator_that_is_killed_at_any_moment_selects_the_same_devices():
     assert last.selections == state.selections
 
 
+WITHOUT_ROUNDS = ["fedbuff", "fedasync", "asgd", "adacomp", "bounded"]
+
+
+def without_rounds(name="fedasync", settings=RULE, **rules):
+    options = {"iterations": 1} if name.startswith("fed") else {"staleness": 50} if name == "bounded" else {}
+    return make_strategy(name, {**options, "learning_rate": 0.5}, RoundRules(selection=settings, **rules))
+
+
+def keep_busy(
+    strategy,
+    names,
+    num_assignments,
+    *,
+    losses=None,
+    seconds=None,
+    since_s=None,
+    failing=None,
+    save=lambda state: state,
+):
+    """Who was asked, in order, of devices that answer after so many seconds; and the state when all are asked.
+
+    `since_s` says from when on a device is there; `failing` after how long one is lost, of assignments 100 to 199.
+    """
+    state, asked, at_work, now_s, most_busy = strategy.init({"w": np.zeros(1)}), [], [], 0.0, 0
+    while len(asked) < num_assignments:
+        busy = {order.device_id: [order.assignment_id] for _, _, order, _ in at_work}
+        present = [name for name in names if (since_s or {}).get(name, 0.0) <= now_s]
+        state, decision = strategy.assign(save(state), view_of(*present, busy=busy, now_s=now_s))
+        for order in decision.instructions:
+            asked.append(order.device_id)
+            fails_s = (failing or {}).get(order.device_id) if 100 < len(asked) <= 200 else None
+            lasts_s = (seconds or {}).get(order.device_id, 1.0) if fails_s is None else fails_s
+            heapq.heappush(at_work, (now_s + lasts_s, len(asked), order, fails_s is None))
+        most_busy = max(most_busy, len(at_work))
+        now_s, _, order, is_answered = heapq.heappop(at_work)
+        if is_answered:
+            loss = (losses or {}).get(order.device_id, 1.0)
+            update = replace(update_of(order, {"w": [0.01]}, num_examples=10, loss=loss), received_s=now_s)
+            state = strategy.receive(save(state), update)
+        while strategy.ready(state, view_of()):
+            state = strategy.aggregate(state)
+    assert most_busy <= strategy.rules.max_devices
+    return asked, state
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROUNDS)
+def test_without_rounds_the_board_that_is_next_has_a_high_loss_and_is_not_slow(name):
+    names = [f"pi-{number:02}" for number in range(20)]
+    losses = {name: 4.0 if number < 5 else 1.0 for number, name in enumerate(names)}
+    asked, state = keep_busy(without_rounds(name, max_devices=2), names, 400, losses=losses, seconds={"pi-00": 40.0})
+    counts = Counter(asked)
+    assert min(counts[name] for name in names[1:5]) > 2 * max(counts[name] for name in names[5:])
+    assert counts["pi-00"] < min(counts[name] for name in names[1:5]) / 2
+    assert set(counts) == set(names), "each was tried once"
+    assert state.selections["pi-01"].duration_s == 1.0
+    assert state.selections["pi-00"].duration_s == 40.0
+
+
+def test_without_rounds_as_many_assignments_as_at_first_are_one():
+    names = [f"pi-{number:03}" for number in range(400)]
+    settings = replace(RULE, exploration_decay=0.9, min_exploration=0.0)
+    asked, state = keep_busy(without_rounds(settings=settings, max_devices=10), names, 300)
+    # Of 10 each the first is new, then 0.9 * 0.9 ** n; at once for each assignment, hardly 10 would be.
+    assert len(set(asked)) == pytest.approx(10 + 10 * sum(0.9 * 0.9**n for n in range(1, 30)), abs=15)
+    assert max(record.last_round for record in state.selections.values()) == 30
+    assert Counter(asked) == {name: record.num_selected for name, record in state.selections.items()}
+    in_chunks, _ = keep_busy(without_rounds(settings=settings, max_devices=10, updates_per_round=100), names, 300)
+    assert len(set(in_chunks)) > 200
+
+
+def test_without_rounds_two_boards_that_claim_any_loss_are_not_always_at_work():
+    names = [f"pi-{number:02}" for number in range(20)]
+    losses = {name: 1.0 + number / 40 for number, name in enumerate(names)} | {"pi-00": 1e300, "pi-01": 1e300}
+    counts = Counter(keep_busy(without_rounds(max_devices=4), names, 800, losses=losses)[0])
+    assert max(counts["pi-00"], counts["pi-01"]) < 800 / 4 / 2, "of the time that one place has"
+
+
+def test_without_rounds_and_with_fairness_a_board_that_was_away_is_next_until_it_was_asked_as_often():
+    names, away = [f"pi-{number}" for number in range(4)], {"pi-3": 20.5}
+    fair = replace(ONLY_KNOWN, fairness=1.0, exploration=1.0, min_exploration=1.0)
+    asked, _ = keep_busy(without_rounds(settings=fair, max_devices=1), names, 60, since_s=away)
+    assert "pi-3" not in asked[:21]
+    assert asked[21:28] == ["pi-3"] * 7
+    counts = Counter(asked)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    alike, _ = keep_busy(without_rounds(settings=None, max_devices=1), names, 60, since_s=away)
+    assert asked != alike
+
+
+def test_without_rounds_a_board_that_fails_rests_and_keeps_its_utility():
+    names = [f"pi-{number}" for number in range(6)]
+    losses = {name: 4.0 if name == "pi-0" else 1.0 for name in names}
+    often, state = keep_busy(without_rounds(max_devices=2), names, 200, losses=losses)
+    assert state.selections["pi-0"].silent_s == 0.0
+    seldom, state = keep_busy(without_rounds(max_devices=2), names, 200, losses=losses, failing={"pi-0": 90.0})
+    assert seldom[:100] == often[:100]
+    assert 0 < Counter(seldom[100:])["pi-0"] < Counter(often[100:])["pi-0"] / 3
+    assert state.selections["pi-0"].silent_s == 90.0
+    assert state.selections["pi-0"].utility == 40.0
+    later, state = keep_busy(without_rounds(max_devices=2), names, 500, losses=losses, failing={"pi-0": 90.0})
+    assert later[:200] == seldom
+    assert Counter(later[-100:])["pi-0"] > 10, "it is back"
+    assert state.selections["pi-0"].silent_s == 0.0
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROUNDS)
+def test_without_rounds_a_coordinator_that_is_killed_at_any_moment_selects_the_same_devices(name):
+    names = [f"pi-{number:02}" for number in range(12)]
+    losses = {name: 1.0 + number for number, name in enumerate(names)}
+    seconds = {name: 1.0 + number % 4 for number, name in enumerate(names)}
+    given = {"losses": losses, "seconds": seconds}
+    whole, state = keep_busy(without_rounds(name, max_devices=3), names, 60, **given)
+    killed, last = keep_busy(
+        without_rounds(name, max_devices=3), names, 60, **given,
+        save=lambda state: decode_state(encode_state(state), type(state)),
+    )  # fmt: skip
+    assert killed == whole
+    assert last.selections == state.selections
+    # What was at work is lost, and the next ones are asked by what is known of all.
+    strategy, choices = without_rounds(name, ONLY_KNOWN, max_devices=3), set()
+    for _ in range(2):
+        copy = strategy.resumed(decode_state(encode_state(last), type(last)))
+        copy, decision = strategy.assign(copy, view_of(*names, now_s=1.0))
+        choices.add(tuple(order.device_id for order in decision.instructions))
+        assert all(copy.selections[name].num_selected >= last.selections[name].num_selected for name in whole)
+    assert len(choices) == 1
+    chosen = choices.pop()
+    assert len(chosen) == 3
+    assert min(losses[name] for name in chosen) > 5.0, "of those with a high loss"
+
+
 @pytest.mark.parametrize(
     ("sections", "line"),
     [
@@ -246,8 +378,8 @@ def test_a_coordinator_that_is_killed_at_any_moment_selects_the_same_devices():
             {"selection": {"rule": "utility", "clip": 2}},
             "selection.clip must be a number at least 0 and at most 1, got 2",
         ),
-        ({"strategy": {"name": "fedbuff"}}, "rounds of one update a device, such as fedavg; fedbuff is none"),
-        ({"strategy": {"name": "redundant"}}, "redundant is none"),
+        ({"strategy": {"name": "redundant"}}, "one update at a time, such as fedavg or fedbuff; redundant does not"),
+        ({"strategy": {"name": "d2"}}, "d2 does not"),
         ({"strategy": {"name": "statistics"}}, "selection means nothing for the analysis statistics"),
         (
             {"privacy": {"unit": "device", "epsilon": 8.0, "delta": 1e-5}, "guard": {"enabled": False}},

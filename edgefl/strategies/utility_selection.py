@@ -16,6 +16,11 @@ Differs from the paper: a device reports the mean of its losses, in place of the
 selected are equally likely; T stays as it is set, or is the median duration. The quantile is low enough for twice as
 many devices as a round selects to be at or above it, down to the median. A device that brings no update keeps its
 utility; the time that the round waited for it counts as its duration, divided by the rounds since.
+
+Without rounds, one device is selected whenever another is done, and a round is as many assignments as there were at
+first. An update that takes k times as long as the median is about k times as stale, so that (T / t)^p is the penalty
+of Pisces (Jiang et al., Pisces: Efficient Federated Learning via Guided Asynchronous Training, SoCC 2022), but for
+its 1 + staleness, and devices faster than T, which lose nothing here.
 """
 
 from __future__ import annotations
@@ -77,12 +82,17 @@ class RoundAnswers:
         self.devices.setdefault(device_id, now_s)
 
     def add_update(self, device_id: str, update: Update) -> None:
-        """Adds an update that counts; a loss that is no number, or below 0, is 0."""
+        """Adds an update that counts."""
         if (asked_s := self.asked_s.get(update.assignment_id)) is not None:
-            loss = max(0.0, update.metrics.loss or 0.0)
-            utility = max(0, update.metrics.num_examples) * loss if math.isfinite(loss) else 0.0
-            # The clock of a restarted coordinator may be behind.
-            self.answers[device_id] = min(MAX_UTILITY, utility), max(0.0, update.received_s - asked_s)
+            self.answers[device_id] = measure_update(update, asked_s)
+
+
+def measure_update(update: Update, asked_s: float) -> tuple[float, float]:
+    """Returns the utility and duration of an update; a loss that is no number, or below 0, is 0."""
+    loss = max(0.0, update.metrics.loss or 0.0)
+    utility = max(0, update.metrics.num_examples) * loss if math.isfinite(loss) else 0.0
+    # The clock of a restarted coordinator may be behind.
+    return min(MAX_UTILITY, utility), max(0.0, update.received_s - asked_s)
 
 
 def record_round(records: dict[str, SelectionRecord], closing: RoundAnswers, round_number: int) -> None:
@@ -96,7 +106,7 @@ def record_round(records: dict[str, SelectionRecord], closing: RoundAnswers, rou
             record.silent_s = max(0.0, closing.now_s - asked_s)
 
 
-def select_by_utility(
+def select_by_utility(  # noqa: PLR0913 one keyword for each thing that it depends on
     records: Mapping[str, SelectionRecord],
     available: Sequence[str],
     count: int,
@@ -104,6 +114,7 @@ def select_by_utility(
     settings: SelectionSection,
     round_number: int,
     rng: Generator,
+    num_at_work: int | None = None,
 ) -> list[str]:
     """Returns `count` of the available devices, in their order.
 
@@ -114,6 +125,7 @@ def select_by_utility(
         settings: of the rule.
         round_number: of the round, from 1.
         rng: of this selection.
+        num_at_work: how many are at work together, where they are not selected together; None for `count`.
     """
     round_s = _find_round_s(records, settings)
 
@@ -127,7 +139,7 @@ def select_by_utility(
     num_new = min(len(new), max(count - len(known), int(share * count + rng.random())))
     selected = {new[place] for place in rng.permutation(len(new))[:num_new]}
     if count > num_new:
-        scores = compute_scores(records, known, count, settings=settings, round_number=round_number)
+        scores = compute_scores(records, known, num_at_work or count, settings=settings, round_number=round_number)
         selected |= {known[place] for place in _draw(scores, count - num_new, rng)}
     return [device_id for device_id in available if device_id in selected]
 
