@@ -60,6 +60,9 @@ TRIM_THRESHOLD_BYTES = 16 << 20
 MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's maximum, which it reaches by itself as blocks of that size are freed."""
 
+ARROW_MEMORY_OPTIONS = {"MIMALLOC_ARENA_EAGER_COMMIT": "0", "MIMALLOC_PURGE_DELAY": "0"}
+"""By which pyarrow's allocator gives freed memory back at once: 13 MB less while pages of Parquet are read."""
+
 BLOCKED_MODULES = ("httpx._main",)
 """Optional imports of libraries: command lines and terminal output."""
 STUBBED_MODULES = (
@@ -415,6 +418,8 @@ def reduce_memory() -> None:
         set_option(_M_ARENA_MAX, 1)
         set_option(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
         set_option(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    for name, value in ARROW_MEMORY_OPTIONS.items():
+        os.environ.setdefault(name, value)
     for name in BLOCKED_MODULES:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None means: not to be imported
     for name in STUBBED_MODULES:

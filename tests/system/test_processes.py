@@ -496,3 +496,29 @@ def test_threads_share_one_heap_and_what_a_round_frees_is_there_for_the_next_one
     assert usual["faults"] > 50_000
     assert frugal["heaps"] == 0
     assert frugal["faults"] < 3_500
+
+
+ARROW_MEMORY = """
+import json
+from pathlib import Path
+from edgefl.system.processes import reduce_memory
+{call}
+import pyarrow
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if "RssAnon" in line)
+
+before = resident()
+for _ in range(30):  # pages of columns, some of which are kept while others are read
+    kept = [pyarrow.allocate_buffer(size) for size in range(500_000, 1_500_000, 100_000)]
+    for buffer in kept:
+        memoryview(buffer).cast("B")[:] = bytes(buffer.size)
+    del buffer, kept
+print(json.dumps({{"kilobytes": resident() - before}}))
+"""
+
+
+def test_what_pyarrow_frees_is_given_back():
+    usual, frugal = told(ARROW_MEMORY, ""), told(ARROW_MEMORY, "reduce_memory()")
+    assert frugal["kilobytes"] < 4_000 < usual["kilobytes"]

@@ -282,15 +282,18 @@ class ParquetTable:
         if self._arrow.types.is_dictionary(column.type):
             column.validate(full=True)
             column = column.dictionary_decode()
-        values: Array = column.cast(self._arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return values
+        column = column.cast(self._arrow.float64(), safe=False)
+        return _to_array(column, np.dtype(np.float64), missing=np.nan)
 
     def _to_texts(self, column: Any, name: str) -> list[str]:
         if not self._arrow.types.is_dictionary(column.type):
             return self._decode(column, name)
-        places = column.indices.fill_null(-1).to_numpy()
+        indices = column.indices.cast(self._arrow.int64())
+        places = _to_array(indices, np.dtype(np.int64), missing=-1)
         used, counts = np.unique(places[places >= 0], return_counts=True)
-        words = self._decode(column.dictionary.take(self._arrow.array(used)), name, counts)
+        content = self._arrow.py_buffer(used)  # whose `array` would import pandas, too
+        taken = self._arrow.Array.from_buffers(self._arrow.int64(), len(used), [None, content])
+        words = self._decode(column.dictionary.take(taken), name, counts)
         # The rows of a group, which are decoded in many chunks, share the texts of its dictionary.
         word_of = {
             place: self._words.setdefault(word, word) for place, word in zip(used.tolist(), words, strict=True)
@@ -300,7 +303,7 @@ class ParquetTable:
     def _decode(self, values: Any, name: str, counts: Array | None = None) -> list[str]:
         """Returns the texts; `counts` says how many rows have each, 1 if it is None."""
         values = values.cast(self._arrow.large_string())
-        lengths = self._compute.binary_length(values).fill_null(0).to_numpy()
+        lengths = _to_array(self._compute.binary_length(values), np.dtype(np.int64), missing=0)
         self._num_text_bytes += int(lengths.sum() if counts is None else lengths @ counts)
         if self._num_text_bytes > MAX_FILE_TEXT_BYTES:
             raise DataError(
@@ -346,6 +349,21 @@ class _NoPages(io.RawIOBase):
 
     def read(self, _size: int = -1, /) -> NoReturn:
         raise _PagesAskedError
+
+
+def _to_array(column: Any, kind: np.dtype[Any], *, missing: float) -> Array:
+    """Returns [n] numbers of a column of this kind, `missing` where it has none.
+
+    pyarrow's `to_numpy` imports pandas where that is installed, which takes 30 MB and more.
+    """
+    validity, content = column.buffers()
+    if not len(column) or content is None:
+        return np.full(len(column), missing, kind)
+    values: Array = np.frombuffer(content, kind, len(column), column.offset * kind.itemsize)
+    if not column.null_count:
+        return values
+    is_there = np.unpackbits(np.frombuffer(validity, np.uint8), bitorder="little")
+    return np.where(is_there[column.offset : column.offset + len(column)], values, kind.type(missing))
 
 
 def _find_leaves(schema: Any) -> Mapping[str, int]:

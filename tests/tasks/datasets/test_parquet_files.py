@@ -2,6 +2,7 @@
 
 import datetime as dt
 import decimal
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -356,6 +357,17 @@ def test_pyarrow_is_not_imported_for_csv_files(tmp_path):
         "import sys; from edgefl.tasks.datasets.shards import inspect_shard; inspect_shard('table', sys.argv[1]); "
         "sys.exit('pyarrow' in sys.modules)"
     )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+def test_pandas_is_not_imported_for_parquet_files(tmp_path):
+    write(tmp_path / "a.parquet", make_columns())
+    program = (
+        "import sys; from pathlib import Path; from edgefl.tasks.datasets.table_files import iterate_shard; "
+        "parts = iterate_shard(Path(sys.argv[1]), 'table', ['heat', 'count'], ['kind'], drops_missing=True); "
+        "assert sum(len(part.numbers) for part in parts) > 700; sys.exit('pandas' in sys.modules)"
+    )
+    assert importlib.util.find_spec("pandas"), "pyarrow imports it where it is installed"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
