@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
@@ -385,7 +386,9 @@ def _describe_unmatched(pattern: str, shared: ModelSpec) -> str:
     names = [spec.name for spec in shared]
     if any(fnmatchcase(name, pattern) for name in names):
         return f"all tensors that the pattern {pattern!r} matches have a codec by one before it: put it first"
-    return f"no tensor of the task matches the pattern {pattern!r}; known: {_format_names(names)}"
+    nearest = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3)
+    hint = f"; nearest: {_format_names(nearest)}" if nearest and len(names) > len(nearest) else ""
+    return f"no tensor of the task matches the pattern {pattern!r}; known: {_format_names(names)}{hint}"
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ name; of its arrays those of floats whose shape and type are the same, and all o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.stages import to_dense
-from edgefl.core.errors import CodecError, DataError
+from edgefl.core.errors import CodecError, ConfigError, DataError
 from edgefl.core.types import ModelSpec, TensorSpec, derive_rng
 
 _FLOATS = frozenset({"float16", "float32", "float64"})
@@ -81,6 +82,23 @@ class ChangeCodec:
         with np.errstate(over="ignore", invalid="ignore"):
             after = {key: Array((old + to_dense(changes[key])).astype(old.dtype)) for key, old in before.items()}
         return ArrayRecord({key: exact[key] if key in exact else after[key] for key in sent})
+
+
+def check_codec(line: str, content: RecordDict) -> bool:
+    """Returns whether a message has arrays of floats, of which a codec takes the changes.
+
+    Raises:
+        ConfigError: a pattern of the codec matches none of them, so that no board would use it.
+    """
+    found: _Values = {}
+    for record in content.array_records.values():
+        with contextlib.suppress(ValueError):  # no array after all, which travels as it is
+            found |= _read_floats(record)
+    try:
+        make_codec(line, _make_shapes(found))
+    except CodecError as error:
+        raise ConfigError(f"compression.layers: {error}") from None
+    return bool(found)
 
 
 def _read_floats(arrays: Mapping[str, Array]) -> _Values:

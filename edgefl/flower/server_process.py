@@ -26,7 +26,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Json
-from edgefl.flower.app_codec import ChangeCodec
+from edgefl.flower.app_codec import ChangeCodec, check_codec
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, ROUND_KEY, SERVER_NODE_ID, load_component
 from edgefl.flower.app_messages import TRAIN, decode_message, encode_message
 from edgefl.flower.strategy import ensure_identity, seed_global_generators
@@ -44,13 +44,13 @@ class ProcessGrid(Grid):
         source: of answers.
         sink: for requests.
         run_id: Flower's number of the run.
-        has_codec: boards may send what they changed of the arrays in a message, in a codec.
+        codec: in which boards may send what they changed of the arrays in a message; empty for none.
     """
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int, *, has_codec: bool = False) -> None:
+    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int, *, codec: str = "") -> None:
         self._source, self._sink, self._run_id = source, sink, run_id
         self._sent: dict[str, Metadata] = {}
-        self._has_codec, self._codecs = has_codec, dict[str, ChangeCodec]()
+        self._codec, self._codecs, self._is_checked = codec, dict[str, ChangeCodec](), False
         self._number = self._earlier_rounds = 0
         self._lock = threading.Lock()
 
@@ -71,6 +71,7 @@ class ProcessGrid(Grid):
             return list(self._ask({"do": "nodes"})["nodes"])
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Sends messages, and returns their ids; raises `ConfigError` where the codec does not fit their arrays."""
         return [self._push(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -88,6 +89,9 @@ class ProcessGrid(Grid):
     def _push(self, message: Message) -> str:
         metadata = message.metadata
         header = {"type": metadata.message_type, "group": metadata.group_id}
+        has_changes = bool(self._codec) and metadata.message_type.startswith(TRAIN)
+        if has_changes and not self._is_checked:
+            self._is_checked = check_codec(self._codec, message.content)
         with self._lock:
             request = {
                 "do": "push",
@@ -100,7 +104,7 @@ class ProcessGrid(Grid):
             if sent.created_at + sent.ttl < metadata.created_at:  # a codec holds the whole model
                 self._codecs.pop(one, None)
         self._sent[message_id] = metadata
-        if self._has_codec and metadata.message_type.startswith(TRAIN):
+        if has_changes:
             self._codecs[message_id] = ChangeCodec(message.content)
         return message_id
 
@@ -210,7 +214,7 @@ def main() -> None:
     atexit.register(_send_end, sink, end)
     try:
         setup = message[0]
-        grid = ProcessGrid(source, sink, int(setup["run_id"]), has_codec=bool(setup["has_codec"]))
+        grid = ProcessGrid(source, sink, int(setup["run_id"]), codec=str(setup["codec"]))
         run_app(setup, grid)
         end["do"] = "end"
     except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything

@@ -76,6 +76,7 @@ def test_each_tensor_comes_back_as_its_own_codec_makes_it_in_the_order_of_the_ta
     ("line", "message"),
     [
         ("dense; *.bia = fp16", r"no tensor of the task matches the pattern '\*.bia'; known: '0.weight', '0.bias',"),
+        ("dense; *.bia = fp16", r"; nearest: '2.bias', '0.bias'"),
         (
             "dense; * = fp16; *.bias = int8",
             r"all tensors that the pattern '\*.bias' matches have a codec by one before",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
-from edgefl.core.errors import DataError
+from edgefl.core.errors import ConfigError, DataError
 from edgefl.flower.app_codec import ChangeCodec
 from edgefl.flower.app_messages import decode_message, encode_message, read_metrics
 from edgefl.flower.server_process import ProcessGrid
@@ -162,7 +162,7 @@ def test_changes_are_taken_of_replies_that_train_in_a_run_with_a_codec_alone(has
     for message in (({"message": "0"},), ({"count": 1},), ({"message": "0"}, body)):
         write_message(answers, *message)
     answers.seek(0)
-    grid = ProcessGrid(answers, io.BytesIO(), 1, has_codec=has_codec)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, codec="int8" if has_codec else "")
     (reply,) = grid.send_and_receive([Message(make_message(), 2, kind)])
     if has_codec and kind != "query":
         assert reply.content["arrays"]["w"].shape == (40, 25)
@@ -177,7 +177,7 @@ def test_models_of_messages_whose_replies_never_come_are_not_kept():
     for message in ({"message": "0"}, {"message": "1"}, {"count": 0}, {"message": "2"}, {"message": "3"}):
         write_message(answers, message)
     answers.seek(0)
-    grid = ProcessGrid(answers, io.BytesIO(), 1, has_codec=True)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, codec="int8")
     assert not grid.send_and_receive([Message(make_message(), node, "train") for node in (2, 3)], timeout=1.0)
     assert (grid._codecs, grid._sent) == ({}, {})
     expired = Message(make_message(), 2, "train", ttl=60.0)
@@ -185,3 +185,23 @@ def test_models_of_messages_whose_replies_never_come_are_not_kept():
     grid.push_messages([expired])
     grid.push_messages([Message(make_message(), 2, "train")])
     assert grid._codecs.keys() == {"3"}
+
+
+def test_a_pattern_that_matches_no_array_of_the_first_message_with_any_ends_the_app_before_it_is_sent():
+    ensure_identity()
+    answers, sink = io.BytesIO(), io.BytesIO()
+    write_message(answers, {"message": "0"})
+    answers.seek(0)
+    grid = ProcessGrid(answers, sink, 1, codec="dense; wid = int8")
+    grid.push_messages([Message(RecordDict({"m": MetricRecord({"a": 1.0})}), 2, "train")])
+    num_sent = len(sink.getvalue())
+    line = r"compression.layers: no tensor of the task matches the pattern 'wid'; .*; nearest: 'wide'"
+    with pytest.raises(ConfigError, match=line):
+        grid.push_messages([Message(make_message(), 2, "train")])
+    assert len(sink.getvalue()) == num_sent
+    answers = io.BytesIO()
+    for number in range(2):
+        write_message(answers, {"message": str(number)})
+    answers.seek(0)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, codec="dense; wid* = int8")
+    grid.push_messages([Message(make_message(), node, "train") for node in (2, 3)])

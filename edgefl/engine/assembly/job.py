@@ -156,7 +156,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
         "run_id": number,
         "seed": config.run.seed,
         "seeded": ["torch"] if app.needs_torch else [],
-        "has_codec": bool(codec),
+        "codec": codec,
     }
     link = ServerLink(
         setup,
