@@ -11,7 +11,7 @@ import click
 
 from edgefl.cli.output import JSON_VERSION, echo, format_option, print_json, print_rows
 from edgefl.cli.run import wait_for_run
-from edgefl.cli.sources import NumberRange, allow_module_option, make_client, make_path, url_option
+from edgefl.cli.sources import FILE_TYPE, NumberRange, allow_module_option, make_client, make_path, url_option
 from edgefl.core.errors import DataError, DriftError, NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def command(  # noqa: PLR0913 the options of one command
     help="Cells of equal share in the reference, for the index.",
 )
 @click.option(
+    "--model",
+    type=FILE_TYPE,
+    help="A model of the task: what its last layer gets is compared, too, in a row features.",
+)
+@click.option(
     "--threshold",
     type=NumberRange(min=0, min_open=True),
     help="End with exit code 52 where an index is above it, such as 0.25.",
@@ -107,7 +112,15 @@ def command(  # noqa: PLR0913 the options of one command
 @allow_module_option
 @format_option
 def drift(  # noqa: PLR0913 the options of one command
-    *, task: str, reference: Path, newer: Path, columns: str, bins: int, threshold: float | None, fmt: str
+    *,
+    task: str,
+    reference: Path,
+    newer: Path,
+    columns: str,
+    bins: int,
+    model: Path | None,
+    threshold: float | None,
+    fmt: str,
 ) -> None:
     """Compare newer data of TASK with a reference, column by column, on this machine.
 
@@ -115,14 +128,19 @@ def drift(  # noqa: PLR0913 the options of one command
     Kolmogorov-Smirnov statistic. The classes are a row, too. In the last row, joint, mmd is the maximum mean
     discrepancy of all columns at once, p how often chance alone makes it as large.
     """
+    from edgefl.tasks.datasets import drift as measures  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 fast start
-    from edgefl.tasks.datasets.drift import JOINT, measure_drift, measure_joint_drift  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
     made = make_task(*_read_task(task))
     old, new = read_own_data(made, reference), read_own_data(made, newer)
-    found = measure_drift(made, old, new, columns=columns, bins=bins)
-    joint = measure_joint_drift(made, old, new, columns=columns)
+    found = measures.measure_drift(made, old, new, columns=columns, bins=bins)
+    joint = {measures.JOINT: measures.measure_joint_drift(made, old, new, columns=columns)}
+    if model is not None:
+        from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 likewise
+
+        tensors = load_model_file(model)
+        joint[measures.FEATURES] = measures.measure_feature_drift(made, tensors, old, new)
     title = f"{made.name}: {len(new)} examples against {len(old)}"
     rows = [
         {
@@ -134,8 +152,9 @@ def drift(  # noqa: PLR0913 the options of one command
         }
         for column in found
     ]
-    sizes = {"num_reference": joint.num_reference, "num_newer": joint.num_newer}
-    rows.append({"name": JOINT, **sizes, "mmd": joint.mmd, "p": joint.p_value})
+    for name, one in joint.items():
+        sizes = {"num_reference": one.num_reference, "num_newer": one.num_newer}
+        rows.append({"name": name, **sizes, "mmd": one.mmd, "p": one.p_value})
     print_rows(rows, DRIFT_COLUMNS, fmt, title=title, kind="drift")
     if threshold is not None and (above := [column for column in found if column.psi > threshold]):
         raise DriftError(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from edgefl.core.types import Dataset
+from edgefl.storage.state_serialisation import encode_model
 from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 from edgefl.tasks.registry import make_task
 
@@ -100,5 +101,11 @@ def test_drift_beyond_the_threshold_ends_with_a_code_of_its_own(run, tmp_path):
     assert (ended.code, "of column heat; 1 of 3 columns are above" in ended.err) == (52, True), ended.err
     assert json.loads(ended.out) == result
     assert run("data", "drift", file, "--reference", old, "--data", old, "--threshold", 0.25).code == 0
+    model = tmp_path / "model.safetensors"
+    task = make_task("table", {"columns": "heat,damp", "target": "open"})
+    model.write_bytes(encode_model(task.init(7)))
+    features = json.loads(run(*words, "--model", model).out)["rows"]
+    assert features[:-1] == result["rows"]
+    assert (features[-1]["name"], features[-1]["num_newer"], features[-1]["p"]) == ("features", 80, 1 / 500)
     refused = run(*words, "--threshold", "nan")
     assert (refused.code, "--threshold must be a number above 0, got nan" in refused.err) == (2, True)

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, DataError
-from edgefl.core.types import Array, Dataset, Task, derive_rng
+from edgefl.core.types import Array, Dataset, Task, Tensors, derive_rng
 from edgefl.tasks.analyses.columns import TARGET, Columns, select_columns
 
 MAX_BINS = 1000
 JOINT = "joint"
 """Name of the drift of all columns at once."""
+FEATURES = "features"
+"""Name of the drift of what a model's last layer gets."""
 MAX_JOINT_EXAMPLES, MAX_JOINT_NUMBERS = 500, 1_000_000
 """Of each side that are compared at once."""
 NUM_PERMUTATIONS = 499
@@ -40,7 +43,7 @@ class ColumnDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointDrift:
-    """How far examples of newer data are from those of a reference, by all columns at once.
+    """How far examples of newer data are from those of a reference, by all columns, or by a model's features.
 
     Attributes:
         num_reference, num_newer: examples that were compared.
@@ -105,11 +108,57 @@ def measure_joint_drift(
     """
     chosen = select_columns(task, columns, by_channel=True, option="--columns")
     sides = [_read_sample(chosen, data, max_examples, max_numbers) for data in (reference, newer)]
-    sizes = {"num_reference": len(sides[0]), "num_newer": len(sides[1])}
+    return _compare_samples(*sides)
+
+
+def measure_feature_drift(task: Task, model: Tensors, reference: Dataset, newer: Dataset) -> JointDrift:
+    """Returns the drift of what the last layer of a model gets, on samples of `MAX_JOINT_EXAMPLES` at most.
+
+    It finds changes that matter to the model, and none that it does not see, such as brighter pictures to one that
+    was trained with all kinds of light.
+
+    Args:
+        task: whose data it is.
+        model: of the task, all of its tensors.
+        reference: as of `measure_drift`.
+        newer: likewise.
+
+    Raises:
+        ConfigError: the network cannot be cut before its last layer.
+        TaskError, TensorError: the model is not one of the task.
+        DataError: a side has no example.
+    """
+    sides = list[Array]()
+    for what, data in (("reference", reference), ("newer data", newer)):
+        if not len(data):
+            raise DataError(f"the {what} must have an example at least, it has none")
+        sides.append(_compute_features(task, model, _take_sample(data, MAX_JOINT_EXAMPLES)))
+    return _compare_samples(*sides)
+
+
+def _compute_features(task: Task, model: Tensors, data: Dataset) -> Array:
+    """Returns what the last layer gets of examples, [n, size]."""
+    from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner  # noqa: PLC0415 a board's start is light
+    from edgefl.tasks.adaptation.parts import select_parts  # noqa: PLC0415 likewise
+
+    learner, parts = task.learner(), select_parts(AdaptSection(method="head"), task.shapes())
+    learner.load(model)
+    base = {spec.name: np.asarray(model[spec.name]) for spec in parts.frozen}
+    found = AdaptedLearner(learner, parts, base).make_features(data)
+    if found is data or not isinstance(found.inputs, np.ndarray):
+        raise ConfigError(
+            f"task {task.name}: its network cannot be cut before its last layer, so there are no features to compare"
+        )
+    return found.inputs.reshape(len(data), -1)
+
+
+def _compare_samples(reference: Array, newer: Array) -> JointDrift:
+    """Returns the drift of [m, columns] examples to [n, columns] ones."""
+    sizes = {"num_reference": len(reference), "num_newer": len(newer)}
     if min(sizes.values()) < 2:
         return JointDrift(**sizes)
-    both = _standardise(np.concatenate(sides))
-    mmd, p_value = compute_mmd(both[: len(sides[0])], both[len(sides[0]) :])
+    both = _standardise(np.concatenate([reference, newer]))
+    mmd, p_value = compute_mmd(both[: len(reference)], both[len(reference) :])
     return JointDrift(**sizes, mmd=mmd, p_value=p_value)
 
 
@@ -163,10 +212,15 @@ def _compute_kernel(examples: Array) -> Array:
 def _read_sample(chosen: Columns, data: Dataset, max_examples: int, max_numbers: int) -> Array:
     """Returns [n, numbers] of some examples, the same for as many."""
     width = chosen.width * len(chosen.names)
-    size = min(len(data), max_examples, max(2, max_numbers // width))
-    taken = data.take(np.sort(derive_rng("drift", "sample").choice(len(data), size, replace=False)))
-    columns = [chosen.read(taken, column).reshape(size, -1) for column in range(len(chosen.names))]
+    taken = _take_sample(data, min(max_examples, max(2, max_numbers // width)))
+    columns = [chosen.read(taken, column).reshape(len(taken), -1) for column in range(len(chosen.names))]
     return np.concatenate(columns, axis=1)
+
+
+def _take_sample(data: Dataset, max_examples: int) -> Dataset:
+    """Returns some examples, the same for as many."""
+    size = min(len(data), max_examples)
+    return data.take(np.sort(derive_rng("drift", "sample").choice(len(data), size, replace=False)))
 
 
 def _standardise(values: Array) -> Array:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.errors import ConfigError, DataError, EdgeflError
 from edgefl.core.types import Dataset
 from edgefl.tasks.datasets.drift import (
     compute_index,
@@ -13,6 +13,7 @@ from edgefl.tasks.datasets.drift import (
     compute_mmd,
     compute_psi,
     measure_drift,
+    measure_feature_drift,
     measure_joint_drift,
 )
 from edgefl.tasks.registry import make_task
@@ -185,3 +186,49 @@ def test_only_samples_are_compared_at_once():
     assert (joint(rows, rows).num_newer, joint(rows, rows).p_value > 0.5) == (500, True)
     assert joint(rows, rows, max_numbers=50).num_reference == 25
     assert joint(rows, rows, max_examples=30).num_newer == 30
+
+
+def make_seeing_task(**options):
+    table = {"columns": "a,b", "target": "c", "labels": "no,yes"}
+    return make_task("table", {**table, **(options or {"hidden": 4})})
+
+
+def test_the_drift_of_features_is_what_the_last_layer_sees_and_nothing_else():
+    """The hidden layer looks at the first column alone, so that the second may do what it likes."""
+    task, rng = make_seeing_task(), np.random.default_rng(4)
+    model = {spec.name: np.zeros(spec.shape, np.float32) for spec in task.shapes()}
+    first = next(spec.name for spec in task.shapes() if len(spec.shape) == 2)
+    rows = [spec.shape for spec in task.shapes() if spec.name == first] == [(4, 2)]
+    model[first][(slice(None), 0) if rows else 0] = [1.0, -1.0, 2.0, 0.5]
+
+    def drift(shift):
+        old, new = rng.normal(size=(200, 2)).astype(np.float32), rng.normal(size=(200, 2)).astype(np.float32)
+        sides = [Dataset(inputs=values, targets=np.zeros(200, int)) for values in (old, new + np.float32(shift))]
+        return measure_feature_drift(task, model, *sides), measure_joint_drift(task, *sides)
+
+    unseen, seen = drift([0, 3]), drift([3, 0])
+    assert (unseen[1].p_value, seen[1].p_value) == (1 / 500, 1 / 500), "columns show both"
+    assert unseen[0].p_value > 0.05
+    assert (seen[0].p_value, seen[0].num_newer) == (1 / 500, 200)
+    assert seen[0].mmd > 0.1
+
+
+def test_features_need_a_hidden_layer_examples_and_the_tensors_of_the_task():
+    data = Dataset(inputs=np.ones((3, 2), np.float32), targets=np.zeros(3, int))
+    task = make_seeing_task(model="linear")
+    model = {spec.name: np.zeros(spec.shape, np.float32) for spec in task.shapes()}
+    with pytest.raises(ConfigError, match=r"cannot be cut before its last layer|freezes nothing"):
+        measure_feature_drift(task, model, data, data)
+    with pytest.raises(DataError, match="the newer data must have an example at least"):
+        measure_feature_drift(make_seeing_task(), make_seeing_task().init(7), data, data.take(slice(0)))
+    with pytest.raises(EdgeflError, match=r"weight|tensor"):
+        measure_feature_drift(make_seeing_task(), model, data, data)
+
+
+def test_features_of_a_network_of_torch_are_those_before_its_last_layer():
+    pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    task = make_task("fashion-mnist", {"model": "cnn-small"})
+    inputs = np.random.default_rng(5).integers(0, 255, (40, 28, 28), np.uint8)
+    sides = [Dataset(inputs=side, targets=np.zeros(20, int)) for side in (inputs[:20] // 8, inputs[20:])]
+    found = measure_feature_drift(task, task.init(7), *sides)
+    assert (found.num_reference, found.num_newer, found.p_value) == (20, 20, 1 / 500)
