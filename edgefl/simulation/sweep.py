@@ -36,7 +36,8 @@ from edgefl.core.settings import Faults
 from edgefl.core.types import Json
 from edgefl.engine.progress import MetricGoal
 from edgefl.engine.run_summary import compute_run_metrics
-from edgefl.simulation.backends.process_pool import SINGLE_THREAD_ENVIRONMENT, read_message, write_message
+from edgefl.simulation.backends.process_pool import read_message, write_message
+from edgefl.simulation.backends.training_requests import SINGLE_THREAD_ENVIRONMENT
 from edgefl.simulation.history_recorder import make_run_name
 from edgefl.simulation.simulated_run import check_simulation, simulate
 from edgefl.storage.queries.history import read_history

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +28,9 @@ _ROW_FIELDS = ("rows", "train", "test")
 _OPTIONAL = ("weights", "weak")
 """Arrays that a pool may have; what its examples come from matters to the cutting alone."""
 _POOL_PREFIX = "pool-"
-"""Before the names of the files of the pool's arrays."""
+"""Before the names of the pool's arrays."""
+_ENDS_SUFFIX, _BLOCKS = "-ends", "blocks"
+"""Of where each device's row numbers end; and [n, 4] of device, block, and the block's start and stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,40 +151,50 @@ def _split_shards(
     )
 
 
-def save_data(folder: Path, data: FleetData) -> None:
-    """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
+def pack_data(data: FleetData) -> dict[str, Array]:
+    """Returns a fleet's data without the coordinator's own as few arrays, for other processes; see `unpack_data`."""
     optional = {name: getattr(data.pool, name) for name in _OPTIONAL}
-    for name, array in {**pack_inputs(data.pool.inputs), "targets": data.pool.targets, **optional}.items():
-        if array is not None:
-            np.save(folder / f"{_POOL_PREFIX}{name}.npy", array)
+    pool = {**pack_inputs(data.pool.inputs), "targets": data.pool.targets, **optional}
+    packed = {f"{_POOL_PREFIX}{name}": array for name, array in pool.items() if array is not None}
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
-        np.save(folder / f"{name}.npy", np.concatenate(arrays).astype(np.int64))
-        np.save(folder / f"{name}-ends.npy", np.cumsum([len(array) for array in arrays]))
-    blocks = [{str(block): span for block, span in shard.blocks.items()} for shard in data.shards]
-    (folder / "blocks.json").write_text(json.dumps(blocks))
+        packed[name] = np.concatenate(arrays).astype(np.int64)
+        packed[f"{name}{_ENDS_SUFFIX}"] = np.cumsum([len(array) for array in arrays])
+    blocks = [
+        (index, block, *span) for index, shard in enumerate(data.shards) for block, span in shard.blocks.items()
+    ]
+    return {**packed, _BLOCKS: np.array(blocks, np.int64).reshape(-1, 4)}
+
+
+def unpack_data(packed: Mapping[str, Array]) -> FleetData:
+    """Returns the data of which `pack_data` made arrays; they may be read-only, and are not copied."""
+    pool = {name.removeprefix(_POOL_PREFIX): array for name, array in packed.items() if name.startswith(_POOL_PREFIX)}
+    optional = {name: pool.get(name) for name in _OPTIONAL}
+    rows = {name: np.split(packed[name], packed[f"{name}{_ENDS_SUFFIX}"][:-1]) for name in _ROW_FIELDS}
+    blocks: list[dict[int, tuple[int, int]]] = [{} for _ in rows["rows"]]
+    for index, block, start, stop in packed[_BLOCKS].tolist():
+        blocks[index][block] = start, stop
+    shards = (
+        ShardRows(rows=rows["rows"][index], train=rows["train"][index], test=rows["test"][index], blocks=shard_blocks)
+        for index, shard_blocks in enumerate(blocks)
+    )
+    return FleetData(
+        pool=Dataset(inputs=unpack_inputs(pool), targets=pool["targets"], **optional), shards=tuple(shards)
+    )
+
+
+def save_data(folder: Path, data: FleetData) -> None:
+    """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
+    for name, array in pack_data(data).items():
+        np.save(folder / f"{name}.npy", array)
 
 
 def load_data(folder: Path) -> FleetData:
     """Returns the data that `save_data` wrote, without the coordinator's own data."""
-    arrays = {
-        path.stem.removeprefix(_POOL_PREFIX): np.load(path, mmap_mode="r")
-        for path in folder.glob(f"{_POOL_PREFIX}*.npy")
-    }
-    optional = {name: arrays.get(name) for name in _OPTIONAL}
-    pool = Dataset(inputs=unpack_inputs(arrays), targets=arrays["targets"], **optional)
-    rows = {
-        name: np.split(np.load(folder / f"{name}.npy"), np.load(folder / f"{name}-ends.npy")[:-1])
-        for name in _ROW_FIELDS
-    }
-    blocks = json.loads((folder / "blocks.json").read_text())
-    shards = (
-        ShardRows(
-            rows=rows["rows"][index],
-            train=rows["train"][index],
-            test=rows["test"][index],
-            blocks={int(block): (start, stop) for block, (start, stop) in shard_blocks.items()},
-        )
-        for index, shard_blocks in enumerate(blocks)
+    # Only the pool is mapped: a file has one row number of a device here and one there.
+    return unpack_data(
+        {
+            path.stem: np.load(path, mmap_mode="r" if path.stem.startswith(_POOL_PREFIX) else None)
+            for path in folder.glob("*.npy")
+        }
     )
-    return FleetData(pool=pool, shards=tuple(shards))

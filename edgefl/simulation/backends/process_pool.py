@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import queue
 import struct
@@ -18,20 +17,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from edgefl.compression.error_feedback import is_stateful_training
-from edgefl.core.config import AdaptSection, SplitSection, adapt_to_json
 from edgefl.core.errors import RunFailedError
-from edgefl.core.settings import from_mapping
-from edgefl.core.types import Json, ModelSpec, PeerMessage, TrainConfig, TrainInstruction
-from edgefl.simulation.backends.in_process import InProcessBackend, format_error, make_result
+from edgefl.core.types import Json, ModelSpec, PeerMessage
+from edgefl.simulation.backends.in_process import InProcessBackend, make_result
 from edgefl.simulation.backends.partitioned_data import FleetData, load_data, save_data
 from edgefl.simulation.backends.trainer import (
     EncodedModel,
-    EncodedUpdate,
     EvaluationMetrics,
     SimulatedTrainer,
     TaskSpec,
@@ -39,18 +35,22 @@ from edgefl.simulation.backends.trainer import (
     TrainingJob,
     TrainingResult,
 )
+from edgefl.simulation.backends.training_requests import (
+    SINGLE_THREAD_ENVIRONMENT,
+    instruction_to_json,
+    make_setup,
+    make_trainer,
+    make_training_request,
+    read_scores,
+    read_update,
+    run_request,
+)
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encode_messages
 from edgefl.tasks.adaptation.base_file import encode_base, load_base
-
-log = logging.getLogger(__name__)
 
 CONFIG_FILE = "site.json"
 BASE_FILE = "base.safetensors"
 _LENGTHS = struct.Struct("<II")
-
-_INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "used_assignments"})
-
-SINGLE_THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def write_message(stream: BinaryIO, header: Json, body: bytes = b"") -> None:
@@ -70,44 +70,15 @@ def read_message(stream: BinaryIO) -> tuple[Json, bytes] | None:
     return header, stream.read(body_bytes)
 
 
-def instruction_to_json(instruction: TrainInstruction) -> Json:
-    """Returns an instruction as JSON, without the bodies of its messages."""
-    return {
-        **{name: getattr(instruction, name) for name in _INSTRUCTION_FIELDS},
-        "plan": instruction.plan.to_json(),
-        "used_assignments": list(instruction.used_assignments),
-    }
-
-
-def instruction_from_json(value: Json, messages: tuple[PeerMessage, ...] = ()) -> TrainInstruction:
-    plan = TrainConfig.from_json(value["plan"], messages)
-    return TrainInstruction(
-        **{name: value[name] for name in _INSTRUCTION_FIELDS},
-        plan=plan,
-        used_assignments=tuple(value["used_assignments"]),
-    )
-
-
 def main() -> None:
     """Serves until stdin ends."""
     folder = Path(sys.argv[1])
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    task_spec = TaskSpec(
-        task=config["task"],
-        options=config["options"],
-        seed=config["seed"],
-        split=SplitSection(**config["split"]),
-        analysis=config["analysis"] and tuple(config["analysis"]),
-        adapt=from_mapping(AdaptSection, config["adapt"], "adapt"),
-        base=load_base(folder / BASE_FILE),
-        has_personal=config["has_personal"],
-        num_clusters=config["num_clusters"],
-        accelerator=config["accelerator"],
-    )
+    setup = json.loads((folder / CONFIG_FILE).read_text())
+    trainer = make_trainer(setup, load_data(folder), load_base(folder / BASE_FILE))
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    WorkerServer(SimulatedTrainer(task_spec, load_data(folder), config["places"]), sys.stdin.buffer, sink).serve()
+    WorkerServer(trainer, sys.stdin.buffer, sink).serve()
 
 
 class WorkerServer:
@@ -137,40 +108,13 @@ class WorkerServer:
 
     def _send_reply(self, header: Json, messages: tuple[PeerMessage, ...]) -> None:
         ticket = header["ticket"]
-        try:
-            header_fields, body = self._run_request(header, messages)
-        except Exception as error:  # noqa: BLE001 the boundary of one job: the next must still run
-            header_fields, body = {"error": format_error(error)}, b""
+        header_fields, body = self._run_request(header, messages)
         write_message(self._sink, {"ticket": ticket, **header_fields}, body)
 
     def _run_request(self, header: Json, messages: tuple[PeerMessage, ...]) -> tuple[Json, bytes]:
-        match header["do"]:
-            case "undo":
-                self._cancelled_ids.discard(header["of"])
-                self._trainer.rollback(instruction_from_json(header["order"]))
-                return {}, b""
-            case "evaluate":
-                scores = self._trainer.evaluate(header["device"], self._model)
-                return {**asdict(scores), "sums": None}, scores.sums
+        self._cancelled_ids.discard(header.get("of", -1))
         ticket = header["ticket"]
-        if ticket in self._cancelled_ids:
-            return {}, b""
-        update: Any = self._trainer.train(
-            instruction_from_json(header["order"], messages),
-            self._model,
-            header["iterations"],
-            is_cancelled=lambda: ticket in self._cancelled_ids,
-        )
-        message_headers, packed = encode_messages(update.messages, update.body)
-        return {
-            "num_examples": update.num_examples,
-            "loss": update.loss,
-            "cluster": update.cluster,
-            "epsilon": update.epsilon,
-            "messages": message_headers,
-            "num_bytes": update.num_bytes,
-            "exchanged_bytes": update.exchanged_bytes,
-        }, packed
+        return run_request(self._trainer, header, messages, self._model, lambda: ticket in self._cancelled_ids)
 
 
 class WorkerProcess:
@@ -294,19 +238,8 @@ class ProcessPoolBackend:
         self._folder = tempfile.TemporaryDirectory(prefix="edgefl-training-")
         folder = Path(self._folder.name)
         save_data(folder, data)
-        config = {
-            "task": task_spec.task,
-            "options": dict(task_spec.options),
-            "seed": task_spec.seed,
-            "split": asdict(task_spec.split),
-            "analysis": task_spec.analysis,
-            "has_personal": task_spec.has_personal,
-            "num_clusters": task_spec.num_clusters,
-            "accelerator": task_spec.accelerator,
-            "adapt": {name: item for name, item in adapt_to_json(task_spec.adapt).items() if item is not None},
-            "places": dict(shard_indices),
-        }
-        (folder / CONFIG_FILE).write_text(json.dumps(config))
+        setup = make_setup(task_spec, shard_indices)
+        (folder / CONFIG_FILE).write_text(json.dumps(setup))
         (folder / BASE_FILE).write_bytes(encode_base(task_spec.base))
         self._workers = [WorkerProcess(folder) for _ in range(num_workers)]
         self._assigned_iterations = dict.fromkeys(self._workers, 0)
@@ -314,7 +247,7 @@ class ProcessPoolBackend:
         self._pending_jobs: dict[TrainingJob, _PendingJob] = {}
 
     def start(self, job: TrainingJob) -> None:
-        request = {"do": "train", "order": instruction_to_json(job.instruction), "iterations": job.iterations}
+        request = make_training_request(job)
         worker = self._select_worker(job)
         self._assigned_iterations[worker] += job.iterations
         ticket = worker.send_request(request, job.model, job.instruction.plan.messages)
@@ -323,18 +256,7 @@ class ProcessPoolBackend:
     def get_result(self, job: TrainingJob) -> TrainingResult:
         pending = self._pending_jobs.pop(job)
         header, body = pending.worker.wait_for_reply(pending.request_id)
-        messages, body = decode_messages(header["messages"], body)
-        update = EncodedUpdate(
-            body=body,
-            num_examples=header["num_examples"],
-            loss=header["loss"],
-            cluster=header["cluster"],
-            epsilon=header["epsilon"],
-            messages=messages,
-            num_bytes=header["num_bytes"],
-            exchanged_bytes=tuple(header["exchanged_bytes"]),
-        )
-        return make_result(update, self._model_spec)
+        return make_result(read_update(header, body), self._model_spec)
 
     def cancel(self, job: TrainingJob) -> None:
         pending = self._pending_jobs.pop(job, None)
@@ -352,9 +274,9 @@ class ProcessPoolBackend:
         if device_id is None:
             return self._in_process.evaluate(None, model)
         worker = self._get_pinned_worker(device_id)
-        header, sums = worker.wait_for_reply(worker.send_request({"do": "evaluate", "device": device_id}, model))
-        names = ("num_examples", "loss", "accuracy", "values")
-        return EvaluationMetrics(**{name: header[name] for name in names}, sums=sums)
+        return read_scores(
+            *worker.wait_for_reply(worker.send_request({"do": "evaluate", "device": device_id}, model))
+        )
 
     def close(self) -> None:
         for worker in self._workers:
