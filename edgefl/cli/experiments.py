@@ -96,7 +96,22 @@ _FLEET_OPTIONS = (
     click.option(
         "--accelerator", metavar="cpu|cuda|cuda:N", help="What trains, such as a GPU [default: the run file's]."
     ),
+    click.option(
+        "--engine",
+        type=click.Choice(["process", "ray"]),
+        help="Where it trains: in processes of this machine, or on a Ray cluster [default: the run file's].",
+    ),
+    click.option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The Ray cluster, of which this machine is a node; without it, one is started here for the run alone.",
+    ),
+    click.option("--worker-gpus", type=float, help="GPUs of each worker on Ray, such as 0.25 where four share one."),
 )
+
+
+PLACE_OPTIONS = ("accelerator", "engine", "address", "worker_gpus")
+"""Those of `fleet_options` that say where it trains."""
 
 
 def fleet_options(function: Function) -> Function:
@@ -134,11 +149,10 @@ def simulate(  # noqa: PLR0913 one per option
     test: Path | None,
     seed: int | None,
     faults: Path | None,
-    workers: int | None,
-    accelerator: str | None,
     reference: bool,
     list_profiles: bool,
     fmt: str,
+    **places: Any,
 ) -> None:
     """Run FILE.toml on a virtual fleet: the same loop, strategies and training, in virtual time."""
     if list_profiles:
@@ -151,7 +165,7 @@ def simulate(  # noqa: PLR0913 one per option
     from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
-    config = apply_options(load_run(file), test, seed, faults, workers, accelerator)
+    config = apply_options(load_run(file), test, seed, faults, **places)
     is_cut = devices is not None or data is not None or scheme is not None
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
     with silence_recorder(), RunProgressBar() as progress:
@@ -253,17 +267,15 @@ def apply_options(
     test: Path | None,
     seed: int | None,
     faults: Path | None,
-    workers: int | None,
-    accelerator: str | None,
+    **places: Any,
 ) -> RunConfig:
-    """Returns the run file with the command-line options applied."""
+    """Returns the run file with the command-line options applied; `places` are `PLACE_OPTIONS`, None for absent."""
     section = config.simulation
     simulation = replace(
         section,
         test=section.test if test is None else str(test),
         faults=section.faults if faults is None else str(faults.absolute()),
-        workers=section.workers if workers is None else workers,
-        accelerator=section.accelerator if accelerator is None else accelerator,
+        **{name: value for name, value in places.items() if value is not None},
     )
     return replace(
         config, simulation=simulation, run=replace(config.run, seed=config.run.seed if seed is None else seed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgefl.cli.experiments import (
+    PLACE_OPTIONS,
     apply_options,
     check_options,
     fleet_options,
@@ -73,7 +74,6 @@ def command(  # noqa: PLR0913 one per option
     root: Path | None,
     test: Path | None,
     faults: Path | None,
-    accelerator: str | None,
     fmt: str,
     **fleet: Any,
 ) -> None:
@@ -85,6 +85,7 @@ def command(  # noqa: PLR0913 one per option
     from edgefl.simulation.simulated_run import default_root  # noqa: PLC0415 fast start
     from edgefl.simulation.sweep import parse_values, plan_sweep, run_sweep  # noqa: PLC0415 likewise
 
+    places = {name: fleet.pop(name) for name in PLACE_OPTIONS}
     is_cut = any(fleet[name] is not None for name in ("devices", "data", "scheme"))
     trains = not fleet["bookkeeping_only"]
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=False, trains=trains)
@@ -92,7 +93,7 @@ def command(  # noqa: PLR0913 one per option
         file,
         parse_values(settings),
         num_seeds,
-        apply_options=lambda config: apply_options(config, test, None, faults, None, accelerator),
+        apply_options=lambda config: apply_options(config, test, None, faults, **places),
         **{**fleet, "devices": list_shards(shards) or fleet["devices"]},
     )
     folder = (root or default_root()).expanduser().resolve()

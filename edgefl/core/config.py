@@ -43,6 +43,7 @@ BASE_SUFFIX = ".safetensors"
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 ACCELERATOR_PATTERN = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):[0-9]{1,5}")
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
 JOB_STRATEGY = "job"
@@ -436,6 +437,10 @@ class AdaptSection:
             raise ConfigError("adapt.shared means nothing where nothing is frozen; set adapt.method or adapt.frozen")
 
 
+INDIFFERENT_SETTINGS = ("workers", "engine", "address", "worker_gpus")
+"""Settings of `[simulation]` that change no result: where it trains."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSection:
     """`[simulation]`: the virtual fleet of `edgefl simulate`; a live run does not look at it.
@@ -458,6 +463,9 @@ class SimulationSection:
         examples: of each device where nothing is trained and so no data is cut.
         workers: processes that train; 0 trains in this one, None measures what is faster.
         accelerator: what they train on: cpu, cuda, or cuda:N. On a GPU the same run may differ in the last bits.
+        engine: where they are: processes of this machine, or actors of a Ray cluster.
+        address: HOST:PORT of the Ray cluster; None starts one on this machine for the run alone.
+        worker_gpus: GPUs of one worker on Ray, such as 0.25 where four share one.
         starts_at: when the run begins, such as 2026-01-05T18:00+01:00; without an offset in UTC. Only `[conditions]`
             look at it; their hours are in their own `zone`, without one in UTC, whatever the offset here.
     """
@@ -478,11 +486,15 @@ class SimulationSection:
     examples: int = field(default=500, metadata={"at_least": 1})
     workers: int | None = field(default=None, metadata={"at_least": 0, "at_most": 256})
     accelerator: str = "cpu"
+    engine: Literal["process", "ray"] = "process"
+    address: str | None = None
+    worker_gpus: float = field(default=0.0, metadata={"at_least": 0, "at_most": 64})
     starts_at: str = "2026-01-05T00:00"
 
     def __post_init__(self) -> None:
         if not ACCELERATOR_PATTERN.fullmatch(self.accelerator):
             raise ConfigError(f"simulation.accelerator must be cpu, cuda or cuda:N, got {self.accelerator!r}")
+        self._check_engine()
         try:
             is_valid = 1970 < self.start.year < 9000
         except ValueError:
@@ -491,6 +503,29 @@ class SimulationSection:
             raise ConfigError(
                 "simulation.starts_at must be a time such as 2026-01-05T18:00 or 2026-01-05T18:00+01:00, "
                 f"got {self.starts_at!r:.60}"
+            )
+
+    def _check_engine(self) -> None:
+        if self.engine == "process":
+            for name in ("address", "worker_gpus"):
+                if getattr(self, name):
+                    raise ConfigError(f'simulation.{name} is for engine = "ray", got {getattr(self, name)!r:.60}')
+            return
+        if self.workers == 0:
+            raise ConfigError('simulation.workers must be at least 1 with engine = "ray", got 0')
+        if self.address is not None and not _HOST_AND_PORT.fullmatch(self.address):
+            raise ConfigError(
+                f"simulation.address must be HOST:PORT of a Ray cluster of which this machine is a node, "
+                f"such as 127.0.0.1:6379, got {self.address!r:.60}"
+            )
+        if ":" in self.accelerator:
+            raise ConfigError(
+                f"simulation.accelerator must be cpu or cuda on Ray, which says which GPU, got {self.accelerator!r}"
+            )
+        if (self.accelerator == "cuda") != (self.worker_gpus > 0):
+            raise ConfigError(
+                f"simulation.worker_gpus must be above 0 on Ray with accelerator cuda, such as 0.25 where four "
+                f"workers share a GPU, and 0 without; got {self.worker_gpus:g} with {self.accelerator}"
             )
 
     @property

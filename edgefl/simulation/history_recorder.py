@@ -13,7 +13,7 @@ from typing import Any
 
 from edgefl.coordinator.runs.history_recorder import ComputeMetrics, HistoryRecorder, compute_no_metrics
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
-from edgefl.core.config import RunConfig
+from edgefl.core.config import INDIFFERENT_SETTINGS, RunConfig
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import DeviceInfo, Json, Tensors
 from edgefl.engine.progress import RoundCounter
@@ -58,8 +58,8 @@ class SimulationHistory:
         self._store, self._clock, self._on_change = store, clock, on_change
         self._started_at = _compute_start_time(store)
         self._config = config.to_json()
-        # The number of worker processes and the data's location change nothing in the history.
-        for name in ("workers", "data"):
+        # Where it trains and where the data is change nothing in the history.
+        for name in (*INDIFFERENT_SETTINGS, "data"):
             self._config["simulation"].pop(name, None)
         self._config.pop("models", None)  # a simulation keeps its last one
         self.run_id = _make_unique(store, run_id or _hash_content(self._config, devices))

@@ -54,6 +54,7 @@ from edgefl.simulation.backends.partitioned_data import (
     reserve_root,
 )
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
+from edgefl.simulation.backends.ray_cluster import RayBackend, RayOptions
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec, TrainingBackend
 from edgefl.simulation.conditions import ConditionSettings
 from edgefl.simulation.device import SimulatedDevice
@@ -622,7 +623,7 @@ def make_settings(config: RunConfig) -> SimulationSettings:
 def make_backend(
     config: RunConfig, data: FleetData, names: Sequence[str], components: RunComponents, clock: Callable[[], float]
 ) -> TrainingBackend:
-    """Returns the training backend: one process or several, as configured or measured."""
+    """Returns the training backend: one process or several, as configured or measured, or a Ray cluster."""
     # Of a network that is cut a simulated update has both sides.
     model_spec = components.update_shapes if components.split is None else components.shapes
     task_spec = TaskSpec(
@@ -651,7 +652,17 @@ def make_backend(
             in_process=in_process,
         )
 
-    workers = config.simulation.workers
+    section = config.simulation
+    if section.engine == "ray":
+        return RayBackend(
+            task_spec,
+            data,
+            shard_indices=indices,
+            model_spec=model_spec,
+            options=RayOptions(address=section.address, num_workers=section.workers, worker_gpus=section.worker_gpus),
+            in_process=in_process,
+        )
+    workers = section.workers
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         waves = config.run.rounds or DEFAULT_EXPECTED_ROUNDS

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl import __version__
-from edgefl.core.config import MAX_NAME_CHARS, RunConfig, load_run
+from edgefl.core.config import INDIFFERENT_SETTINGS, MAX_NAME_CHARS, RunConfig, load_run
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError, StoreError, UsageError
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.settings import Faults
@@ -52,8 +52,6 @@ LOCK_NAME = "sweep.lock"
 _RESERVED_SETTINGS = {"run.seed": "--seeds varies it", "run.name": "each run's name has its settings"}
 _DECIDING_SETTINGS = frozenset({"run.task", "strategy.name", "strategy.preset"})
 """Settings on which it depends what others there are."""
-_INDIFFERENT_SETTINGS = ("workers",)
-"""Settings of `[simulation]` that change no result."""
 _BRACKETS = frozenset("[]{}")
 _OTHER_CHARACTERS = re.compile(r"[^\w .,:+#=@()~-]")
 """Characters that a run's name cannot have."""
@@ -221,7 +219,7 @@ def plan_sweep(  # noqa: PLR0913 those of `simulate`
         for seed in range(config.run.seed, config.run.seed + num_seeds):
             run_config = _make_config(config, name, combination, seed)
             settings = run_config.to_json()
-            for setting in _INDIFFERENT_SETTINGS:
+            for setting in INDIFFERENT_SETTINGS:
                 settings["simulation"].pop(setting, None)
             text = json.dumps([__version__, settings, shards, bookkeeping_only, [*files.values()]], sort_keys=True)
             run = SweepRun(
@@ -544,8 +542,10 @@ def main() -> None:
     logging.disable(logging.WARNING)  # what is to be said of a run is said of hundreds
     while True:
         request = pending.get()
-        # The processes that train would share the cores with those of the other runs.
-        request["config"]["simulation"].setdefault("workers", 0)
+        section = request["config"]["simulation"]
+        if section.get("engine") != "ray":
+            # The processes that train would share the cores with those of the other runs.
+            section.setdefault("workers", 0)
         try:
             reply = {"error": _simulate_one(request)}
         except StoreError as error:

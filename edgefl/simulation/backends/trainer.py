@@ -194,6 +194,14 @@ class _LocalState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """What one device keeps from one instruction to the next, so that another trainer can go on."""
+
+    local: _LocalState | None = None
+    node: GossipNode | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedUpdate:
     """The encoded update of one job.
 
@@ -360,6 +368,19 @@ class SimulatedTrainer:
             memory.error_feedback.restore(residual)
         self._states[instruction.device_id] = memory
         del self._snapshots[instruction.device_id]
+
+    def remove_state(self, device_id: str) -> DeviceState | None:
+        """Returns a device's state, which is here no longer; None where it keeps nothing."""
+        self._snapshots.pop(device_id, None)
+        local, node = self._states.pop(device_id, None), self._engines.pop(device_id, None)
+        return None if local is None and node is None else DeviceState(local=local, node=node)
+
+    def restore_state(self, device_id: str, state: DeviceState | None) -> None:
+        """Gives a device the state that `remove_state` returned, in this trainer or another."""
+        if state is not None and state.local is not None:
+            self._states[device_id] = state.local
+        if state is not None and state.node is not None:
+            self._engines[device_id] = state.node
 
     def evaluate(self, device_id: str | None, model: EncodedModel) -> EvaluationMetrics:
         """Evaluates a model on a device's test split; on the coordinator's data for None.
