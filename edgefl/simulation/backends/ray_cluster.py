@@ -65,7 +65,7 @@ MAX_LOSSES_IN_A_ROW = 20
 MAX_KEPT_MODELS = 8
 """Model versions in the object store beside those of jobs that wait."""
 CONNECT_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 """Time without any worker and without any event, after which the run fails."""
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _HTTP2_SETTINGS = 4
@@ -448,7 +448,10 @@ def _connect(ray: Any, options: RayOptions) -> bool:
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     if options.address is None:
-        ray.init(address="local", num_cpus=options.num_workers, include_dashboard=False, **quiet)
+        system = {"worker_niceness": 0}  # Ray's own would let them wait for all else on this machine
+        ray.init(
+            address="local", num_cpus=options.num_workers, include_dashboard=False, _system_config=system, **quiet
+        )
         return True
     check_address(options.address)
     try:
