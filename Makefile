@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-flower mlflow-server test-track test-label-studio flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow test-flower test-ray mlflow-server test-track test-label-studio flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all     run all but the slow ones, with Mosquitto, Chromium, PostgreSQL and what else is here"
 	@echo "make test-slow    run the tests that take minutes each"
 	@echo "make test-flower  run the tests of Flower's wire and apps with the newest Flower that edgefl admits"
+	@echo "make test-ray     run the tests of the simulator on Ray clusters of several nodes on this machine (minutes)"
 	@echo "make test-track   run the tests of experiment trackers with a real MLflow server"
 	@echo "make test-label-studio  run the tests of labels made elsewhere with a real Label Studio (minutes)"
 	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
@@ -88,6 +89,20 @@ $(FLOWER_VENV)/.installed: $(VENV)/.installed-dev
 test-flower: $(FLOWER_VENV)/.installed
 	$(FLOWER_VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(ARGS) \
 	    tests/flower tests/coordinator/flower tests/device/flower
+
+# Of 240 MB, and for nobody who trains on one machine: in an environment of its own, as above.
+RAY := ray==2.60.0
+RAY_VENV := build/venv-$(subst ==,-,$(RAY))
+
+$(RAY_VENV)/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear $(RAY_VENV)
+	@$(BIN)/python -c '$(SITE_PACKAGES)' >$(RAY_VENV)/paths; echo "$(CURDIR)" >>$(RAY_VENV)/paths
+	@mv $(RAY_VENV)/paths "$$($(RAY_VENV)/bin/python -c '$(SITE_PACKAGES)')/tested.pth"
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(RAY)
+	@touch $@
+
+test-ray: $(RAY_VENV)/.installed
+	$(RAY_VENV)/bin/python -m pytest -n 0 $(ARGS) tests/simulation/backends/test_ray_cluster.py
 
 # The server asks for an older pyarrow than boards may have, so it is in an environment of its own.
 MLFLOW_VENV := build/venv-mlflow-3.17.2

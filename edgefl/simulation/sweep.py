@@ -542,10 +542,9 @@ def main() -> None:
     logging.disable(logging.WARNING)  # what is to be said of a run is said of hundreds
     while True:
         request = pending.get()
+        # The processes that train would share the cores with those of the other runs.
         section = request["config"]["simulation"]
-        if section.get("engine") != "ray":
-            # The processes that train would share the cores with those of the other runs.
-            section.setdefault("workers", 0)
+        section.setdefault("workers", 1 if section.get("engine") == "ray" else 0)
         try:
             reply = {"error": _simulate_one(request)}
         except StoreError as error:

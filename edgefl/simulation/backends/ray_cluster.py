@@ -145,8 +145,8 @@ def _make_actor_class() -> type[Any]:
             try:
                 import edgefl  # noqa: PLC0415 likewise
 
-                found = {"edgefl": edgefl.__version__}
-                if found["edgefl"] == expected["edgefl"]:
+                found = {**expected, "edgefl": edgefl.__version__}
+                if found == expected:
                     module = importlib.import_module("edgefl.simulation.backends.ray_cluster")
                     found = module.list_versions()
             except ImportError as error:
