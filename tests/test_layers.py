@@ -85,6 +85,7 @@ FORBIDDEN = {
     "yaml": ("core/config.py", "import yaml"),
     "zstandard": ("device/agent.py", "import zstandard"),
     "flower-public": ("coordinator/service.py", "from flwr.server.superlink import linkstate"),
+    "ray": ("device/agent.py", "import ray"),
     "flower-transport": ("coordinator/service.py", "from google.protobuf import message"),
 }
 

@@ -135,6 +135,7 @@ def _make_actor_class() -> type[Any]:
 
     Ray carries a class of a function by value, so it also starts where another edgefl is installed, or none.
     """
+    name = __name__
 
     class TrainingActor:
         def start(self, expected: Mapping[str, str], *parts: Any) -> str:
@@ -147,14 +148,14 @@ def _make_actor_class() -> type[Any]:
 
                 found = {**expected, "edgefl": edgefl.__version__}
                 if found == expected:
-                    module = importlib.import_module("edgefl.simulation.backends.ray_cluster")
+                    module = importlib.import_module(name)
                     found = module.list_versions()
             except ImportError as error:
                 return f"{socket.gethostname()} cannot import edgefl: {error}"
             wrong = [
-                f"{name} {found.get(name, 'none')} instead of {version}"
-                for name, version in expected.items()
-                if found.get(name) != version
+                f"{package} {found.get(package, 'none')} instead of {version}"
+                for package, version in expected.items()
+                if found.get(package) != version
             ]
             if wrong:
                 return f"{socket.gethostname()} has {', '.join(wrong)}"
@@ -437,9 +438,10 @@ def import_ray() -> Any:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a simulation tells nobody that it runs
     try:
-        return importlib.import_module("ray")
+        import ray  # noqa: PLC0415 an extra
     except ModuleNotFoundError:
         raise MissingPackageError(f"the engine ray needs Ray: {format_install_command('ray')}") from None
+    return ray
 
 
 def _connect(ray: Any, options: RayOptions) -> bool:
