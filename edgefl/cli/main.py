@@ -17,6 +17,7 @@ from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 COMMANDS = {
     "advise": ("edgefl.cli.advise:command", "Say what settings come to: the noise for a privacy budget"),
     "alerts": ("edgefl.cli.fleet.alerts:command", "Try whether the coordinator's alerts arrive"),
+    "audit": ("edgefl.cli.audit:command", "Try to refute what a run promises: its differential privacy"),
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
     "coordinator": (
         "edgefl.cli.fleet.coordinator:command",
@@ -76,13 +77,26 @@ THEMES = {
         "user",
     ),
     "On a board": ("device", "field-report"),
-    "Train": ("run", "simulate", "sweep", "advise", "task", "strategies", "codecs", "data", "base", "flower"),
+    "Train": (
+        "run",
+        "simulate",
+        "sweep",
+        "advise",
+        "audit",
+        "task",
+        "strategies",
+        "codecs",
+        "data",
+        "base",
+        "flower",
+    ),
     "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
 EXAMPLES = {
     "advise privacy": "advise privacy --epsilon 8 --delta 1e-5 --rounds 100 --boards 1000 --sampling 0.1",
     "alerts test": "alerts test",
+    "audit privacy": "audit privacy run.toml --devices 20 --canaries 200",
     "base add": "base add mobilenet.safetensors --name mobilenet-v2",
     "base list": "base list",
     "base remove": "base remove mobilenet-v2",

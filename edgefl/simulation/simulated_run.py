@@ -86,6 +86,9 @@ from edgefl.tasks.registry import import_torch
 
 log = logging.getLogger(__name__)
 
+TrainerFactory = Callable[[TaskSpec, FleetData, Mapping[str, int]], SimulatedTrainer]
+"""Task, data, device id -> the shard's place in the data -> what trains the devices."""
+
 _FOLDER_PREFIX = "edgefl-conditions-"
 
 REFERENCE_STRATEGY = "local"
@@ -140,17 +143,55 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
             "without training no accuracy is ever reached; give run.rounds, epochs, updates, seconds or bytes"
         )
     folder = Path(default_root() if root is None else root).expanduser().resolve()
-    with (
-        extensions.allow_modules(allow_modules),
-        contextlib.ExitStack() as stack,
-    ):
+    with extensions.allow_modules(allow_modules):
         fleet_data = None if bookkeeping_only else _load_data(run_config, devices)
         if fleet_data is not None and should_find_scales(run_config):
             run_config = _find_scales(run_config, fleet_data, folder, run_id)
-        simulation = stack.enter_context(closing(_Simulation(run_config, fleet_data)))
-        make_private_directory(folder)
-        with Store.open(folder / DATABASE_NAME) as store:
-            return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
+        return simulate_with_data(run_config, fleet_data, folder, on_change=on_change, run_id=run_id)
+
+
+def simulate_with_data(
+    config: RunConfig,
+    data: FleetData | None,
+    folder: Path,
+    *,
+    on_change: OnChange | None = None,
+    run_id: str | None = None,
+    make_trainer: TrainerFactory = SimulatedTrainer,
+) -> RunResult:
+    """Trains on a simulated fleet whose data is in memory.
+
+    Args:
+        config: a run file, with as many devices as `data` has shards.
+        data: the fleet's; None where nothing is trained.
+        folder: of the history.
+        on_change: as in `simulate`.
+        run_id: as in `simulate`.
+        make_trainer: of what trains the devices, in this process unless it is the usual one.
+
+    Raises:
+        EdgeflError: the run file is invalid, or the run failed.
+    """
+    make_private_directory(folder)
+    with closing(_Simulation(config, data, make_trainer)) as simulation, Store.open(folder / DATABASE_NAME) as store:
+        return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
+
+
+def prepare_simulation(
+    config: RunConfig,
+    *,
+    devices: int | Sequence[str | Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: str | Path | None = None,
+    scheme: str | None = None,
+) -> tuple[RunConfig, FleetData]:
+    """Returns the run file with the arguments of `simulate` applied, and the fleet's data.
+
+    Raises:
+        EdgeflError: something in it makes no sense, or data is missing.
+    """
+    config = _load_config(config, devices, profiles, data, scheme)
+    return config, _load_data(config, devices)
 
 
 def check_simulation(
@@ -184,13 +225,8 @@ def _find_scales(config: RunConfig, data: FleetData, folder: Path, run_id: str |
     if find_named_run(config) is not None:
         raise ConfigError('task.normalise of a simulation must be "fleet": it knows no run of a fleet')
     build_run(config, "simulated")  # what is wrong with the run is said before any other begins
-    make_private_directory(folder)
-    with (
-        closing(_Simulation(make_scales_run(config), data)) as simulation,
-        Store.open(folder / DATABASE_NAME) as store,
-    ):
-        scales_id = None if run_id is None else f"{run_id}-scales"
-        result = _build_result(store, simulation.run(store, folder, None, scales_id), folder).result
+    scales_id = None if run_id is None else f"{run_id}-scales"
+    result = simulate_with_data(make_scales_run(config), data, folder, run_id=scales_id).result
     assert result is not None
     found = parse_json(result.read_bytes())
     for column in found["columns"]:
@@ -321,9 +357,10 @@ class _Simulation:
     Args:
         config: the run file.
         data: the devices' data; None where nothing is trained.
+        make_trainer: of what trains the devices.
     """
 
-    def __init__(self, config: RunConfig, data: FleetData | None) -> None:
+    def __init__(self, config: RunConfig, data: FleetData | None, make_trainer: TrainerFactory) -> None:
         self._config, self._data, self._resources = config, data, contextlib.ExitStack()
         if config.split.after is not None:
             import_torch()  # here it trains; so the cut is found without a process of its own
@@ -362,7 +399,9 @@ class _Simulation:
         if data is None:
             self._backend: TrainingBackend = NoOpBackend(self._devices, shapes, config.run.seed)
         else:
-            self._backend = make_backend(config, data, names, self._components, time.perf_counter)
+            self._backend = make_backend(
+                config, data, names, self._components, time.perf_counter, make_trainer=make_trainer
+            )
 
     def run(self, store: Store, folder: Path, on_change: OnChange | None, run_id: str | None) -> str:
         """Runs to the end; returns the run id, which begins with `run_id` if there is one."""
@@ -621,9 +660,18 @@ def make_settings(config: RunConfig) -> SimulationSettings:
 
 
 def make_backend(
-    config: RunConfig, data: FleetData, names: Sequence[str], components: RunComponents, clock: Callable[[], float]
+    config: RunConfig,
+    data: FleetData,
+    names: Sequence[str],
+    components: RunComponents,
+    clock: Callable[[], float],
+    *,
+    make_trainer: TrainerFactory = SimulatedTrainer,
 ) -> TrainingBackend:
-    """Returns the training backend: one process or several, as configured or measured, or a Ray cluster."""
+    """Returns the training backend: one process or several, as configured or measured, or a Ray cluster.
+
+    Of another trainer it is this process.
+    """
     # Of a network that is cut a simulated update has both sides.
     model_spec = components.update_shapes if components.split is None else components.shapes
     task_spec = TaskSpec(
@@ -639,8 +687,10 @@ def make_backend(
         accelerator=config.simulation.accelerator,
     )
     indices = {name: index for index, name in enumerate(names)}
-    trainer = SimulatedTrainer(task_spec, data, indices)
+    trainer = make_trainer(task_spec, data, indices)
     in_process = InProcessBackend(trainer, model_spec)
+    if make_trainer is not SimulatedTrainer:
+        return in_process
 
     def start_pool(num_workers: int) -> TrainingBackend:
         return ProcessPoolBackend(

@@ -296,13 +296,13 @@ class SimulatedTrainer:
             account=self._open_account(memory, instruction),
         )
         self._save_state(memory, instruction, result)
-        rng, displacement = derive_rng(*origin, "uplink"), add_cluster(result.displacement, cluster)
+        rng, displacement = derive_rng(*origin, "uplink"), self.change_displacement(instruction, result.displacement)
         if has_error_feedback(spec):
             feedback = self._get_error_feedback(memory, spec)
             feedback.record_used(instruction.used_assignments)
-            body = feedback.encode(instruction.assignment_id, result.displacement, rng)
+            body = feedback.encode(instruction.assignment_id, displacement, rng)
         else:
-            body = self._get_codec(spec).encode(displacement, rng)
+            body = self._get_codec(spec).encode(add_cluster(displacement, cluster), rng)
         if self._split is None or exchange is None:
             return EncodedUpdate(
                 body=body,
@@ -318,6 +318,10 @@ class SimulatedTrainer:
             num_bytes=len(body),
             exchanged_bytes=(exchange.bytes_up, exchange.bytes_down),
         )
+
+    def change_displacement(self, _instruction: TrainInstruction, displacement: dict[str, Array]) -> dict[str, Array]:
+        """Returns what a device sends in place of its displacement: that itself, but in trainers of other kinds."""
+        return displacement
 
     def _measure(self, analysis: Analysis, instruction: TrainInstruction, model: EncodedModel) -> EncodedUpdate:
         """Returns the sums of an analysis over a device's examples."""

@@ -1,0 +1,368 @@
+"""Audit of a run's privacy: canaries in a simulated run, and what their traces in the model prove about ε.
+
+Each canary takes part by the toss of a coin. Whoever sees the first and the last model guesses which did: more right
+guesses than ε allows prove that ε is larger. Where devices are private a canary is a device that sends a random
+direction, and its trace is the model's displacement along it; where examples are, it is an example with a wrong
+label, and its trace is that the model's loss on it is low.
+
+Sources: Steinke, Nasr, Jagielski, Privacy Auditing with One (1) Training Run, NeurIPS 2023, theorem 5.2; directions
+as canaries: Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.config import PrivacyUnit, RunConfig
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import (
+    Array,
+    ModelSpec,
+    TensorKind,
+    TrainInstruction,
+    derive_rng,
+)
+from edgefl.engine.assembly.build import build_run, make_run_task
+from edgefl.engine.assembly.normalisation import should_find_scales
+from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
+from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
+from edgefl.simulation.history_recorder import OnChange
+from edgefl.simulation.simulated_run import make_device_names, simulate_with_data
+from edgefl.storage.checkpoints import load_model_file
+
+DEFAULT_DELTA = 1e-5
+"""δ at which a run is audited that promises nothing."""
+SHARES_GUESSED = (0.125, 0.25, 0.5, 1.0)
+"""Parts of the canaries that are guessed; the strongest bound counts, at a confidence that is shared between them."""
+MAX_EPSILON = 64.0
+"""Highest bound that is looked for; so many right guesses would need 10²⁷ canaries."""
+_HALVINGS = 30
+MAX_ENTRIES = 2**28
+"""Most numbers of all directions together, 1 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyAudit:
+    """What an audit has found.
+
+    Attributes:
+        unit: what the canaries are.
+        canaries, included: how many there were, and how many of them took part.
+        guesses, correct: of the bound: how many were guessed, and how many rightly.
+        auc: area under the ROC curve of the canaries' scores; 0.5 where they say nothing.
+        epsilon_lower: ε is at least this, with probability `confidence`; 0 where nothing is proven.
+        epsilon_promised: of the run file; None where it promises nothing.
+        delta: δ of both.
+        confidence: of the bound.
+        run_id: of the simulated run in the history.
+    """
+
+    unit: PrivacyUnit
+    canaries: int
+    included: int
+    guesses: int
+    correct: int
+    auc: float
+    epsilon_lower: float
+    epsilon_promised: float | None
+    delta: float
+    confidence: float
+    run_id: str
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the bound refutes the promise."""
+        return self.epsilon_promised is not None and self.epsilon_lower > self.epsilon_promised
+
+
+def audit_privacy(  # noqa: PLR0913 the last four by name
+    config: RunConfig,
+    data: FleetData,
+    folder: Path,
+    *,
+    unit: PrivacyUnit | None = None,
+    num_canaries: int = 100,
+    confidence: float = 0.95,
+    on_change: OnChange | None = None,
+) -> PrivacyAudit:
+    """Runs a simulation with canaries and returns what they prove.
+
+    Args:
+        config: the run; it may have no `[privacy]`.
+        data: of its fleet, in which the canaries are planted.
+        folder: of the history.
+        unit: what is audited; the run file's, or devices where it has none.
+        num_canaries: how many may take part, at least 8.
+        confidence: in (0, 1).
+        on_change: called with the run's progress.
+
+    Raises:
+        ConfigError: the run cannot be audited so.
+        DataError: the data is too small, or has no classes to be wrong about.
+        EdgeflError: the run failed.
+    """
+    if num_canaries < 8:
+        raise ConfigError(f"an audit needs at least 8 canaries, got {num_canaries}")
+    if not 0.0 < confidence < 1.0:
+        raise ConfigError(f"the confidence of an audit must be in (0, 1), got {confidence:g}")
+    if should_find_scales(config):
+        raise ConfigError('an audit finds no means and scales; leave task.normalise = "fleet" out')
+    unit = unit or config.privacy.unit or "device"
+    is_included = derive_rng(config.run.seed, "canaries").random(num_canaries) < 0.5
+    audit = _audit_devices if unit == "device" else _audit_examples
+    scores, run_id = audit(config, data, folder, is_included, on_change)
+    delta = config.privacy.delta if config.privacy.delta is not None else DEFAULT_DELTA
+    guesses, correct, lower = find_strongest_bound(scores, is_included, delta, confidence)
+    return PrivacyAudit(
+        unit=unit,
+        canaries=num_canaries,
+        included=int(is_included.sum()),
+        guesses=guesses,
+        correct=correct,
+        auc=compute_auc(scores, is_included),
+        epsilon_lower=lower,
+        epsilon_promised=config.privacy.epsilon if unit == config.privacy.unit else None,
+        delta=delta,
+        confidence=confidence,
+        run_id=run_id,
+    )
+
+
+def find_strongest_bound(
+    scores: Array, is_included: Array, delta: float, confidence: float
+) -> tuple[int, int, float]:
+    """Returns guesses, right ones, and the strongest lower bound of ε.
+
+    Those with the highest scores are guessed to have taken part, as many with the lowest not to have.
+
+    Args:
+        scores: [n] of the canaries, higher where one seems to have taken part; NaN counts as lowest.
+        is_included: [n] whether it did.
+        delta: δ of the bound.
+        confidence: of the bound.
+    """
+    order = np.argsort(np.nan_to_num(scores, nan=-np.inf), kind="stable")
+    halves = sorted({max(1, int(share * len(scores)) // 2) for share in SHARES_GUESSED})
+    p_value = (1.0 - confidence) / len(halves)
+    found = []
+    for half in halves:
+        correct = int(is_included[order[-half:]].sum() + (~is_included[order[:half]]).sum())
+        found.append((2 * half, correct, bound_epsilon(len(scores), 2 * half, correct, delta, p_value)))
+    return max(found, key=lambda bound: bound[2])
+
+
+def bound_epsilon(num_canaries: int, guesses: int, correct: int, delta: float, p_value: float) -> float:
+    """Returns the largest ε that so many right guesses refute; 0 for none.
+
+    Args:
+        num_canaries: each took part with probability 1/2, by itself.
+        guesses: how many were guessed.
+        correct: how many rightly.
+        delta: δ of the promise that is refuted.
+        p_value: most probability of so many right guesses where the promise holds.
+    """
+    if compute_p_value(num_canaries, guesses, correct, 0.0, delta) > p_value:
+        return 0.0
+    low, high = 0.0, MAX_EPSILON
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if compute_p_value(num_canaries, guesses, correct, middle, delta) <= p_value:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def compute_p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Returns the most probability of at least so many right guesses under (ε, δ)-differential privacy."""
+    density = _compute_binomial(guesses, 1.0 / (1.0 + math.exp(-epsilon)))
+    at_least = float(density[correct:].sum())
+    below = np.cumsum(density[:correct][::-1])  # [i - 1] = P[correct > X >= correct - i]
+    slope = float((below / np.arange(1, correct + 1)).max(initial=0.0))
+    return min(1.0, at_least + 2.0 * num_canaries * delta * slope)
+
+
+def _compute_binomial(number: int, probability: float) -> Array:
+    """Returns [number + 1] probabilities of the binomial distribution."""
+    counts = range(number + 1)
+    log_choose = np.array(
+        [math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1) for k in counts]
+    )
+    k = np.arange(number + 1)
+    log_miss = math.log1p(-probability) if probability < 1.0 else -math.inf
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        misses = np.where(k < number, (number - k) * log_miss, 0.0)
+    density: Array = np.exp(log_choose + k * math.log(probability) + misses)
+    return density
+
+
+def compute_auc(scores: Array, is_included: Array) -> float:
+    """Returns the area under the ROC curve, ties as one half; 0.5 where all or none took part."""
+    above, below = scores[is_included], scores[~is_included]
+    if not len(above) or not len(below):
+        return 0.5
+    pairs = np.sign(above[:, None] - below[None, :])
+    return float(0.5 + 0.5 * np.nan_to_num(pairs).mean())
+
+
+class CanaryTrainer(SimulatedTrainer):
+    """Trains as ever, but that canaries send a direction of their own, as long as `clip` or as what they trained."""
+
+    def __init__(
+        self,
+        task_spec: TaskSpec,
+        data: FleetData,
+        shard_indices: Mapping[str, int],
+        *,
+        canaries: Mapping[str, int],
+        shapes: ModelSpec,
+        clip: float | None,
+    ) -> None:
+        super().__init__(task_spec, data, shard_indices)
+        self._canaries, self._shapes, self._clip, self._seed = canaries, shapes, clip, task_spec.seed
+
+    def change_displacement(self, instruction: TrainInstruction, displacement: dict[str, Array]) -> dict[str, Array]:
+        number = self._canaries.get(instruction.device_id)
+        if number is None:
+            return displacement
+        length = _compute_length(displacement) if self._clip is None else self._clip
+        direction = _draw_direction(self._shapes, self._seed, number)
+        return {
+            name: (length * direction[name]).astype(tensor.dtype) if name in direction else np.zeros_like(tensor)
+            for name, tensor in displacement.items()
+        }
+
+
+def _draw_direction(shapes: ModelSpec, seed: int, number: int) -> dict[str, Array]:
+    """Returns a canary's direction, a random one of length 1, in the parameters that travel."""
+    rng = derive_rng(seed, "canary", number)
+    tensors = {
+        spec.name: rng.standard_normal(spec.shape)
+        for spec in shapes
+        if spec.shared and spec.kind == TensorKind.PARAMETER and np.dtype(spec.dtype).kind == "f"
+    }
+    length = _compute_length(tensors)
+    return {name: tensor / length for name, tensor in tensors.items()}
+
+
+def _compute_length(tensors: Mapping[str, Array]) -> float:
+    """Returns the norm of all float tensors together."""
+    floats = (tensor.astype(float) for tensor in tensors.values() if tensor.dtype.kind == "f")
+    return math.sqrt(sum(float(np.vdot(tensor, tensor)) for tensor in floats))
+
+
+def _audit_devices(
+    config: RunConfig, data: FleetData, folder: Path, is_included: Array, on_change: OnChange | None
+) -> tuple[Array, str]:
+    """Returns the displacement of the model along each canary's direction, and the run's id."""
+    if config.devices.names or config.devices.groups:
+        raise ConfigError("an audit is of all devices; leave devices.names and devices.groups out")
+    if config.adapt.is_used or config.split.after is not None or config.simulation.accelerator != "cpu":
+        raise ConfigError("an audit of devices has no [adapt], no [split], and trains on the CPU")
+    components = build_run(config, "simulated")
+    _check_size(components.shapes, len(is_included))
+    num_devices, chosen = len(data.shards), np.flatnonzero(is_included)
+    shards = data.shards + tuple(data.shards[number % num_devices] for number in chosen)
+    names = make_device_names(len(shards))
+    clip = config.privacy.clip if config.privacy.unit == "device" else None
+    trainer = partial(
+        CanaryTrainer,
+        canaries=dict(zip(names[num_devices:], map(int, chosen), strict=True)),
+        shapes=components.shapes,
+        clip=None if clip == "adaptive" else clip,
+    )
+    result = simulate_with_data(
+        _with_devices(config, len(shards)),
+        replace(data, shards=shards),
+        folder,
+        on_change=on_change,
+        make_trainer=trainer,
+    )
+    assert result.model is not None
+    last = load_model_file(result.model)
+    moved = {name: tensor - np.asarray(components.model[name]) for name, tensor in last.items()}
+    return _solve_directions(components.shapes, config.run.seed, len(is_included), moved), result.run_id
+
+
+def _solve_directions(shapes: ModelSpec, seed: int, number: int, moved: Mapping[str, Array]) -> Array:
+    """Returns how far the model moved along each direction, in least squares, so that none counts for another."""
+    directions = np.stack([_flatten(_draw_direction(shapes, seed, index)) for index in range(number)])
+    target = _flatten({name: moved[name] for name in _draw_direction(shapes, seed, 0)})
+    solved: Array = np.linalg.lstsq(directions @ directions.T, directions @ target, rcond=None)[0]
+    return solved
+
+
+def _flatten(tensors: Mapping[str, Array]) -> Array:
+    return np.concatenate([tensor.reshape(-1).astype(np.float32) for tensor in tensors.values()])
+
+
+def _check_size(shapes: ModelSpec, number: int) -> None:
+    size = sum(tensor.size for tensor in _draw_direction(shapes, 0, 0).values())
+    if 2 * number > size:
+        raise ConfigError(
+            f"{number} canaries are too many for a model of {size} parameters; take at most {size // 2}"
+        )
+    if number * size > MAX_ENTRIES:
+        raise ConfigError(
+            f"the directions of {number} canaries in {size} parameters do not fit into memory; take at most "
+            f"{MAX_ENTRIES // size}"
+        )
+
+
+def _with_devices(config: RunConfig, number: int) -> RunConfig:
+    return replace(config, simulation=replace(config.simulation, devices=number))
+
+
+def _audit_examples(
+    config: RunConfig, data: FleetData, folder: Path, is_included: Array, on_change: OnChange | None
+) -> tuple[Array, str]:
+    """Returns minus the model's loss on each canary, and the run's id."""
+    task = make_run_task(config)
+    rng = derive_rng(config.run.seed, "canary examples")
+    rows = _choose_rows(data, len(is_included), rng)
+    pool = replace(data.pool, targets=_make_wrong(data.pool.targets, rows, rng))
+    left_out = rows[~is_included]
+    shards = tuple(_without(shard, left_out) for shard in data.shards)
+    result = simulate_with_data(config, replace(data, pool=pool, shards=shards), folder, on_change=on_change)
+    assert result.model is not None
+    learner = task.learner(accelerator="cpu", threads=1)
+    learner.load(load_model_file(result.model))
+    with np.errstate(over="ignore", invalid="ignore"):
+        losses = [learner.evaluate(pool.take(np.array([row])))[0] for row in rows]
+    return -np.array(losses), result.run_id
+
+
+def _choose_rows(data: FleetData, number: int, rng: np.random.Generator) -> Array:
+    """Returns rows of the pool that exactly one device trains on."""
+    if any(shard.blocks for shard in data.shards):
+        raise ConfigError("an audit of examples has each on one device; simulation.scheme gives blocks to several")
+    rows = np.concatenate([shard.train for shard in data.shards])
+    if 2 * number > len(rows):
+        raise DataError(f"{number} canaries are more than half of the {len(rows)} examples; take fewer")
+    return rng.choice(rows, number, replace=False)
+
+
+def _make_wrong(targets: Array, rows: Array, rng: np.random.Generator) -> Array:
+    """Returns the targets with another class in some rows."""
+    if targets.ndim != 1 or targets.dtype.kind not in "iu":
+        raise DataError("an audit of examples needs one class for each; audit devices: --unit device")
+    classes = int(targets.max()) + 1
+    if classes < 2:
+        raise DataError(f"an audit of examples needs two classes at least, got {classes}")
+    wrong = targets.copy()
+    wrong[rows] = (targets[rows] + rng.integers(1, classes, len(rows))) % classes
+    return wrong
+
+
+def _without(shard: ShardRows, rows: Array) -> ShardRows:
+    return replace(
+        shard,
+        rows=shard.rows[~np.isin(shard.rows, rows)],
+        train=shard.train[~np.isin(shard.train, rows)],
+    )
