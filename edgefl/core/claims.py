@@ -180,7 +180,7 @@ class ClaimLimits:
         extra = self._bound_extra(metrics.extra, instruction, elapsed_s, speeds)
         if plan.node is not None and plan.node.carrier != "relay":
             least, most = 0, int(extra.get(TOTAL_ITERATIONS, 0))
-        elif plan.seconds is not None:
+        elif plan.seconds is not None and plan.has_training:
             least, most = 0, _count_possible_iterations(plan.seconds, speeds)
         else:
             reductions = 1 if plan.collective is None else plan.collective.reductions

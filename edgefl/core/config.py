@@ -354,6 +354,27 @@ class PrivacySection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecureAggregationSection:
+    """`[secure_aggregation]`: the coordinator learns the sum of a round's updates, and no single one.
+
+    Attributes:
+        enabled: whether boards mask their updates.
+        threshold: share of a round's boards that must be left at every step; with fewer nothing is opened.
+        clip: largest magnitude of an entry of an update, to which boards clip it.
+        max_examples: most examples that a board weighs as in the mean.
+    """
+
+    enabled: bool = False
+    threshold: float = field(default=0.67, metadata={"at_least": 0.5, "at_most": 1})
+    clip: float = field(default=1.0, metadata={"above": 0, "at_most": 1e6})
+    max_examples: int = field(default=1000, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    def __post_init__(self) -> None:
+        if not self.enabled and any(getattr(self, item.name) != item.default for item in fields(self)):
+            raise ConfigError("secure_aggregation.enabled must be true, or the table left out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
     """`[models]`: which models of a live run stay, and what becomes of the last one, which always stays.
 
@@ -615,6 +636,7 @@ class RunConfig:
     aggregation: AggregationSection = field(default_factory=AggregationSection)
     guard: GuardSection = field(default_factory=GuardSection)
     privacy: PrivacySection = field(default_factory=PrivacySection)
+    secure_aggregation: SecureAggregationSection = field(default_factory=SecureAggregationSection)
     models: ModelsSection = field(default_factory=ModelsSection)
     job: JobSection = field(default_factory=JobSection)
     split: SplitSection = field(default_factory=SplitSection)
@@ -645,6 +667,7 @@ class RunConfig:
             "aggregation": asdict(self.aggregation),
             "guard": asdict(self.guard),
             **({"privacy": asdict(self.privacy)} if self.privacy.unit is not None else {}),
+            **({"secure_aggregation": asdict(self.secure_aggregation)} if self.secure_aggregation.enabled else {}),
             "models": asdict(self.models),
             "job": {**asdict(replace(self.job, options={})), **self.job.options},
             "split": asdict(self.split),

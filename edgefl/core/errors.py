@@ -84,6 +84,10 @@ class PrivacyBudgetError(StrategyError):
     exit_code = 9
 
 
+class SecureAggregationError(StrategyError):
+    """A message or sum breaks the protocol of secure aggregation, or asks for what a board never gives."""
+
+
 class CodecError(EdgeflError):
     exit_code = 7
 

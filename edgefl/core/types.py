@@ -299,6 +299,47 @@ class CollectiveConfig:
         return cls(**{**values, **names})
 
 
+class SecureStep(StrEnum):
+    """Steps of a round with secure aggregation, each an instruction to every board that is left."""
+
+    KEYS = "keys"
+    SHARES = "shares"
+    UPDATE = "update"
+    CONSENT = "consent"
+    UNMASK = "unmask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureAggregationConfig:
+    """A board's next step in a round with secure aggregation; see `edgefl.core.secure_aggregation`.
+
+    Attributes:
+        step: one of `SecureStep`.
+        group: id of this attempt at the round, unique in the run; its keys are used in no other.
+        version: that the update is made from.
+        threshold: share of the members that must be left at every step, above 0.5.
+        clip: largest magnitude of an entry of an update.
+        max_examples: most examples that a board weighs as; 1 where all weigh the same.
+        num_members: boards whose keys are known, from `update` on.
+        survivors: boards whose updates are in the sum, from `consent` on.
+    """
+
+    step: str
+    group: str
+    version: int
+    threshold: float
+    clip: float
+    max_examples: int
+    num_members: int = 0
+    survivors: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns the config from JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
+        values = _known(cls, value)
+        return cls(**{**values, "survivors": tuple(map(str, values.get("survivors", ())))})
+
+
 def _known(cls: type[Any], value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"a {cls.__name__} must be a table, got {value!r:.40}")
@@ -376,7 +417,8 @@ class TrainConfig:
     the probability `consistency_threshold` (FixMatch), which is None without them. With `privacy` gradients are
     private, and the algorithm is `dp-sgd`, a name that a board of an older release refuses. With
     `fallback_iterations` a progress report is a query, whose answer the device waits for: to go on, or to finish
-    early. Where none comes, it finishes after so many iterations.
+    early. Where none comes, it finishes after so many iterations. With `secure` it is one step of secure aggregation,
+    which trains in one of its steps alone; `messages` are the other boards'.
     """
 
     algorithm: str = Algorithm.SGD
@@ -400,6 +442,12 @@ class TrainConfig:
     messages: tuple[PeerMessage, ...] = ()
     node: GossipConfig | None = None
     collective: CollectiveConfig | None = None
+    secure: SecureAggregationConfig | None = None
+
+    @property
+    def has_training(self) -> bool:
+        """Whether the device trains: not in the other steps of secure aggregation."""
+        return self.secure is None or self.secure.step == SecureStep.UPDATE
 
     @property
     def has_personal(self) -> bool:
@@ -408,6 +456,8 @@ class TrainConfig:
 
     def count_iterations(self, num_examples: int) -> int | None:
         """Returns the iterations on so many examples unless finished early; None where seconds decide."""
+        if not self.has_training:
+            return 0
         head, num_models = self.count_head_iterations(num_examples), 2 if self.has_personal else 1
         if self.epochs is not None:
             return head + num_models * self._count_in_passes(self.epochs, num_examples)
@@ -498,12 +548,14 @@ class TrainConfig:
         """Returns the config from JSON values, which have no messages; unknown fields are ignored."""
         values = _known(cls, value)
         node, collective, privacy = values.get("node"), values.get("collective"), values.get("privacy")
+        secure = values.get("secure")
         return cls(
             **{
                 **values,
                 "messages": messages,
                 "node": node and GossipConfig.from_json(node),
                 "collective": collective and CollectiveConfig.from_json(collective),
+                "secure": None if secure is None else SecureAggregationConfig.from_json(secure),
                 "privacy": None if privacy is None else ExamplePrivacy.from_json(privacy),
             }
         )

@@ -310,7 +310,7 @@ class SimulatedFleet:
         if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
             return
-        if instruction.plan.node is None and not instruction.plan.messages:
+        if instruction.plan.node is None and not instruction.plan.messages and instruction.sends_model:
             num_bytes = self._downlink.start_download(board, provider)
         else:
             num_bytes = self._downlink.count_peer_download_bytes(instruction, provider)

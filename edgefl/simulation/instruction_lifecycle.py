@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from edgefl.core.clusters import CLUSTER_FIGURE
 from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
+from edgefl.core.errors import DataError, SecureAggregationError
 from edgefl.core.types import (
     EPSILON,
     EvaluateInstruction,
@@ -29,6 +30,7 @@ from edgefl.simulation.backends.trainer import (
 from edgefl.simulation.collective_groups import CollectiveGroups
 from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
+from edgefl.simulation.secure_boards import SecureBoards, is_step_without_training
 
 _ROUNDING_S = 1e-9
 """Of the sum of two latencies."""
@@ -69,6 +71,7 @@ class InstructionLifecycle:
         self._event_queue, self._network, self._backend = event_queue, network, backend
         self._state, self._publish, self._on_blocked = state, publish, on_blocked
         self._in_flight: dict[str, InFlightWork] = {}
+        self._secure_boards = SecureBoards()
         self._groups = CollectiveGroups(event_queue, downlink, restart=self._train_again, deliver=self._deliver)
 
     def dispatch(
@@ -182,7 +185,7 @@ class InstructionLifecycle:
         return self._goes_on(work, lambda: conditions.start_work(first_bytes))
 
     def _start_training(self, work: InFlightWork) -> None:
-        if not work.job.is_started:
+        if not work.job.is_started and not is_step_without_training(work):
             work.job.is_started = True
             self._backend.start(work.job)
 
@@ -208,14 +211,20 @@ class InstructionLifecycle:
     def _send_update(self, work: InFlightWork) -> None:
         self._start_training(work)
         try:
-            work.result = self._backend.get_result(work.job)
-        except TrainingFailedError as error:
+            work.result = self._make_result(work)
+        except (TrainingFailedError, SecureAggregationError, DataError) as error:
             self._fail(work, UpdateStatus.FAILED, str(error))
             return
         if work.instruction.plan.collective is not None:
             self._groups.on_trained(work, work.result)
         else:
             self._deliver(work, work.result)
+
+    def _make_result(self, work: InFlightWork) -> TrainingResult:
+        if is_step_without_training(work):
+            return self._secure_boards.answer(work)
+        result = self._backend.get_result(work.job)
+        return result if work.instruction.plan.secure is None else self._secure_boards.mask(work, result)
 
     def _deliver(self, work: InFlightWork, result: TrainingResult) -> None:
         conditions = work.device.conditions

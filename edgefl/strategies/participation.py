@@ -187,6 +187,8 @@ class RunParticipationPolicy:
         return FilteredFleetView(view, idle, is_excluded, blocked)
 
     def adapt_instruction(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:
+        if not instruction.plan.has_training:
+            return instruction
         if self.codec_policy is not None:
             instruction = self.codec_policy.adapt_instruction(instruction)
         # A reduced block would differ from its other copies, and a node's exchange has no budget to reduce.

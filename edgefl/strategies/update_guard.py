@@ -197,7 +197,8 @@ class UpdateGuard:
 
     Attributes:
         has_full_models: devices are nodes of a graph: an update holds a whole model, or none, and is only checked.
-        has_collective: devices add up their updates: one of them sends what all hold, the others nothing.
+        has_collective: devices add up their updates: one of them sends what all hold, the others nothing;
+            or their updates are masked, and come as messages.
         shapes: of the model; empty for no check.
         max_norm: most norm of an update, None for no bound.
         norm_ratio: most ratio of it to the median of other devices, None for no bound.

@@ -152,6 +152,9 @@ def create_instruction_header(
         prefix = wire_id.removesuffix(instruction.assignment_id)
         resend = collective["resend"] and incarnations.get_wire_id(collective["resend"])
         plan["collective"] = {**collective, "group": f"{prefix}{collective['group']}", "resend": resend}
+    if (secure := plan.get("secure")) is not None:
+        prefix = wire_id.removesuffix(instruction.assignment_id)
+        plan["secure"] = {**secure, "group": f"{prefix}{secure['group']}"}
     return {
         **header,
         "version": instruction.base_version,
@@ -251,13 +254,18 @@ def parse_evaluate_result(
 def parse_peer_messages(
     instruction: TrainInstruction, header: Json, body: bytes
 ) -> tuple[tuple[PeerMessage, ...], bytes]:
-    """Returns a node's messages and the rest of the body; the whole body if the device is no node.
+    """Returns the messages of a node, or of a step of secure aggregation, and the rest; the whole body of others.
 
     Raises:
         ValueError: it answers for another node, or for an edge that it does not have.
         NetworkError: the header does not fit the body.
     """
     plan = instruction.plan.node
+    if instruction.plan.secure is not None:
+        messages, rest = decode_messages(header.get("messages", []), body)
+        if rest or any(message.edge[0] != instruction.device_id for message in messages):
+            raise ValueError("it holds more than its own messages of secure aggregation")
+        return messages, rest
     if plan is None:
         return (), body
     messages, model_body = decode_messages(header.get("messages", []), body)

@@ -691,7 +691,9 @@ class LiveFleet:
             bytes_down=reply.bytes_down + batch_bytes_down,
             prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
         )
-        can_be_empty = instruction.plan.node is not None or has_all_reductions(instruction, metrics)
+        plan = instruction.plan
+        has_messages = plan.node is not None or plan.secure is not None
+        can_be_empty = has_messages or has_all_reductions(instruction, metrics)
         tensors = self._run.decode(body) if body or not can_be_empty else {}
         metrics = self._view.accept_metrics(instruction, metrics, elapsed_s=self._measure_elapsed_s(pending))
         if metrics.iterations > 0 and self._run.encode_input is None:  # a part of a job is no iteration

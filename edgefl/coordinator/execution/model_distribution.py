@@ -106,6 +106,8 @@ class ModelDistributor:
         self.update_source(source)
         if self._run.encode_input is not None:
             return self._create_input_payload(instruction, self._run.encode_input)
+        if isinstance(instruction, TrainInstruction) and not instruction.plan.has_training:
+            return self._create_message_payload(instruction, has_model=False)
         if isinstance(instruction, EvaluateInstruction) and self._run.encode_whole is not None:
             return ModelPayload(body=self._get_whole_body(self._run.encode_whole, source))
         prefetched_version = (
@@ -161,8 +163,8 @@ class ModelDistributor:
     def _create_full_payload(self, instruction: TrainInstruction) -> ModelPayload | None:
         if self._run.encode_input is not None:
             return self._create_input_payload(instruction, self._run.encode_input)
-        if instruction.plan.node is not None:
-            return self._create_message_payload(instruction, has_model=True)
+        if instruction.plan.node is not None or not instruction.plan.has_training:
+            return self._create_message_payload(instruction, has_model=instruction.plan.has_training)
         source = self._source
         is_newest = source is not None and source.version == instruction.base_version
         if instruction.plan.messages:

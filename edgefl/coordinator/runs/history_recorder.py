@@ -122,6 +122,8 @@ class HistoryRecorder(RunSubscriber):
         self._compute_metrics, self._metrics = compute_metrics, metrics
         self._unused_updates: dict[str, tuple[UpdateRow, float]] = {}
         self._assignments: dict[str, TrainInstruction] = {}
+        self._steps = set[str]()
+        self._step_bytes: dict[str, tuple[int, int]] = {}
         self._round_starts_s: dict[int, float] = {}
         self._resumed_rounds = set[int]()
         self._open_round = _OpenRound()
@@ -144,7 +146,10 @@ class HistoryRecorder(RunSubscriber):
     ) -> None:
         """Restores assignments and open rounds at a version; devices blocked by now are not reported again."""
         self._resume_round(version, state)
-        self._assignments = {instruction.assignment_id: instruction for instruction in assignments}
+        self._record_steps(assignments := list(assignments))
+        self._assignments = {
+            instruction.assignment_id: instruction for instruction in assignments if instruction.plan.has_training
+        }
         self._round_starts_s = dict(round_starts_s)
         rounds = {self._rounds.get_round(instruction.base_version + 1) for instruction in self._assignments.values()}
         self._resumed_rounds = rounds - self._round_starts_s.keys()
@@ -164,6 +169,8 @@ class HistoryRecorder(RunSubscriber):
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
+                case Update() if event.assignment_id in self._steps:
+                    self._add_step(event)
                 case Update():
                     row = self._create_update_row(event)
                     self._unused_updates[event.assignment_id] = row, event.received_s
@@ -177,15 +184,18 @@ class HistoryRecorder(RunSubscriber):
         assignments = [
             instruction for instruction in decision.instructions if isinstance(instruction, TrainInstruction)
         ]
+        self._record_steps(assignments)
         if not assignments:
             return
         self._rounds.start(len({instruction.device_id for instruction in assignments}))
         now, rows = self._clock(), []
         for instruction in assignments:
             number = self._rounds.get_round(instruction.base_version + 1)
+            self._round_starts_s.setdefault(number, self._monotonic())
+            if not instruction.plan.has_training:
+                continue
             self._assignments[instruction.assignment_id] = instruction
             self._unused_updates.pop(instruction.assignment_id, None)  # dispatched a second time
-            self._round_starts_s.setdefault(number, self._monotonic())
             rows.append(
                 AssignmentRow(
                     assignment_id=instruction.assignment_id,
@@ -203,6 +213,7 @@ class HistoryRecorder(RunSubscriber):
         rows = []
         for assignment_id in assignment_ids:
             row, received_s = self._pop_update(assignment_id)
+            up, down = self._step_bytes.pop(row.device_id, (0, 0))
             self._assignments.pop(assignment_id, None)
             rows.append(
                 replace(
@@ -212,6 +223,8 @@ class HistoryRecorder(RunSubscriber):
                     applied_version=version - 1,
                     staleness=version - 1 - row.base_version,
                     wait_s=max(0.0, now_s - received_s),
+                    bytes_up=None if row.bytes_up is None else row.bytes_up + up,
+                    bytes_down=None if row.bytes_down is None else row.bytes_down + down,
                 )
             )
         self._history.add_updates(rows)
@@ -223,6 +236,16 @@ class HistoryRecorder(RunSubscriber):
         if self._rounds.is_round_end(version):
             self._close_round(number, now_s)
         self._on_version(version)
+
+    def _record_steps(self, assignments: Iterable[TrainInstruction]) -> None:
+        """Keeps which assignments are steps in which nobody trains: no rows, but their bytes count."""
+        steps = {instruction.assignment_id for instruction in assignments if not instruction.plan.has_training}
+        if steps:  # those of an earlier step that are not answered by now bring nothing any more
+            self._steps = steps
+
+    def _add_step(self, update: Update) -> None:
+        up, down = self._step_bytes.get(update.device_id, (0, 0))
+        self._step_bytes[update.device_id] = up + update.metrics.bytes_up, down + update.metrics.bytes_down
 
     def _close_round(self, round_number: int, now_s: float) -> None:
         closing, self._open_round = self._open_round, _OpenRound()

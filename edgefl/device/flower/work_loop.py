@@ -21,6 +21,7 @@ from edgefl.core.protocol import CONDITIONS_KEY, HANDED_BACK_KEY, IGNORES_REPLY_
 from edgefl.core.types import Json, Role
 from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, ReplyRejectedError, SuperNode
+from edgefl.device.secure_worker import SecureWorker
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.device.training.trainer import DeviceTrainer
@@ -194,6 +195,7 @@ class WorkLoop:
         on_failure: Callable[[], None],
     ) -> None:
         self._state, self._trainer, self._gate, self._on_work = state, trainer, gate, on_work
+        self._secure_worker = SecureWorker(state, trainer.train)
         self._reply_cache: OrderedDict[str, tuple[ModelIdentity, ReplyContent]] = OrderedDict()
         self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
@@ -340,7 +342,7 @@ class WorkLoop:
         run = str(header.get("run"))
         is_dense = header.get("codec") == "dense"  # the update is as large as the model
         self._gate.require_traffic(self._update_bytes.get(run, len(body) if is_dense else 0))
-        reply = self._trainer.train(header, body)
+        reply = self._secure_worker.train(header, body)
         if reply[1]:
             self._update_bytes = {run: len(reply[1])}
         _log_result(reply[0])

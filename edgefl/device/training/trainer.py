@@ -51,6 +51,7 @@ from edgefl.core.types import (
     Json,
     Learner,
     Role,
+    SecureAggregationConfig,
     Tensors,
     derive_rng,
 )
@@ -433,6 +434,8 @@ class DeviceTrainer:
         if instruction.has_stored_reply:  # a held one would have been answered already
             raise FullModelRequiredError("the answer to it is not held here any more")
         self._gossip_worker.discard_other_runs(instruction.run)
+        if not instruction.plan.has_training or (instruction.plan.secure is not None and instruction.num_clusters):
+            raise TaskError("this step of secure aggregation is none to train in")
         if instruction.plan.collective is not None:
             return self._train_in_collective(instruction, instruction.plan.collective, cached_task, body)
         self._collective_worker.close()
@@ -459,7 +462,10 @@ class DeviceTrainer:
             self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
         else:
             self._client_state.update_personal_copy(instruction.run, dict(result.personal))
-        encoded = self._encode_update(instruction, cached_task, add_cluster(result.displacement, cluster))
+        if instruction.plan.secure is None:
+            encoded = self._encode_update(instruction, cached_task, add_cluster(result.displacement, cluster))
+        else:
+            encoded = _encode_words(instruction.plan.secure, cached_task, result)
         self._client_state.save(only_when_due=not instruction.is_durable)
         metrics = {
             "iterations": result.iterations,
@@ -787,6 +793,21 @@ def make_refusal(header: Json, reason: str) -> Json:
     """Returns the reply of a board that may not do what a header is of."""
     reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
     return {**reply, **({"ready": False, "reason": reason} if "phase" in header else {"error": reason})}
+
+
+def _encode_words(config: SecureAggregationConfig, cached_task: CachedTask, result: LocalTrainingResult) -> bytes:
+    """Returns an update as the words that the agent masks: it does not leave the board like this."""
+    from edgefl.core.secure_aggregation.ring import encode_vector  # noqa: PLC0415 for secure runs alone
+
+    update = {spec.name: result.displacement[spec.name] for spec in cached_task.model_spec if spec.shared}
+    words = encode_vector(
+        update,
+        weight=result.num_examples,
+        max_weight=config.max_examples,
+        clip=config.clip,
+        num_members=config.num_members,
+    )
+    return words.astype("<u4", copy=False).tobytes()
 
 
 def _to_dense_model(tensors: Tensors) -> dict[str, Array]:

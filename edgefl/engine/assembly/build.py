@@ -56,7 +56,7 @@ from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.compiled import make_compiled_header
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
-from edgefl.engine.assembly.privacy import check_private
+from edgefl.engine.assembly.privacy import check_private, check_secure
 from edgefl.engine.assembly.rules import (
     check_consistency,
     check_selection,
@@ -96,6 +96,8 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     """
     if config.privacy.unit is not None:
         check_private(config)
+    if config.secure_aggregation.enabled:
+        check_secure(config)
     run, conditions = _build_run(config, run_id, bases), config.conditions.to_json()
     return replace(run, header={**run.header, CONDITIONS_KEY: conditions}) if conditions else run
 

@@ -25,6 +25,7 @@ EXAMPLE_STRATEGIES = (
 )  # fmt: skip
 """Strategies whose boards do nothing with their examples but steps along gradients."""
 _HOW, _HOW_EXAMPLE = 'privacy.unit = "device"', 'privacy.unit = "example"'
+_HOW_SECURE = "secure_aggregation.enabled = true"
 
 
 def check_private(config: RunConfig) -> None:
@@ -77,6 +78,50 @@ def _compare(needs: Mapping[str, tuple[object, object, str]], faults: Faults, ho
         if found != needed:
             right = "left out" if needed is None else format_setting(needed)
             faults.messages.append(f"{name} must be {right} with {how}, got {format_setting(found)}: {reason}")
+
+
+def check_secure(config: RunConfig) -> None:
+    """Checks that the coordinator needs nothing of single updates where it learns their sum alone.
+
+    Raises:
+        ConfigError: a setting does.
+    """
+    if config.strategy.name not in PRIVATE_STRATEGIES:
+        raise ConfigError(
+            f"strategy.name must be one of {', '.join(PRIVATE_STRATEGIES)} with {_HOW_SECURE}, got "
+            f"{config.strategy.name!r}: it needs more than the weighted sum of updates"
+        )
+    run, guard, compression, faults = config.run, config.guard, config.compression, Faults()
+    needs = {
+        "strategy.double_buffering": (
+            config.strategy.options.get("double_buffering", False),
+            False,
+            "two rounds would be open at a time",
+        ),
+        "compression.up": (compression.up, "dense", "only whole numbers of equal size add up under masks"),
+        "compression.layers": (dict(compression.layers), {}, "only whole numbers of equal size add up under masks"),
+        "guard.enabled": (guard.enabled, False, "no update is there to be compared; a board can send anything"),
+        "guard.max_norm": (guard.max_norm, None, "no update is there to be measured; boards clip their own"),
+        "guard.max_weight_ratio": (guard.max_weight_ratio, 0.0, "secure_aggregation.max_examples bounds weights"),
+        "run.min_updates": (run.min_updates, None, "secure_aggregation.threshold says how many are needed"),
+        "run.on_timeout": (run.on_timeout, "aggregate", "another board has no keys of the round"),
+        "aggregation.collective": (config.aggregation.collective, "coordinator", "devices add up what others see"),
+        "selection.rule": (config.selection.rule, "uniform", "it goes by what single devices brought"),
+        "split.after": (config.split.after, None, "activations have no masks"),
+        "privacy.unit": (
+            "device" if config.privacy.unit == "device" else None,
+            None,
+            "updates are clipped one by one",
+        ),
+    }
+    _compare(needs, faults, _HOW_SECURE)
+    smallest = {"devices.min": config.devices.min, "devices.count": config.devices.count}
+    faults.messages += [
+        f"{name} must be at least 3 with {_HOW_SECURE}, got {found}: in a sum of two each knows the other's"
+        for name, found in smallest.items()
+        if found is not None and found < 3
+    ]
+    faults.check()
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -141,7 +141,7 @@ def make_policy(
         selection=make_selection(config),
         guard=UpdateGuard(
             has_full_models=strategy.has_nodes,
-            has_collective=config.aggregation.is_collective,
+            has_collective=config.aggregation.is_collective or config.secure_aggregation.enabled,
             shapes=shapes,
             max_norm=guard.max_norm,
             norm_ratio=guard.norm_ratio if guard.enabled else None,

@@ -30,7 +30,8 @@ from edgefl.strategies.registry import (
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.collective_rounds import make_rules
 from edgefl.strategies.synchronous.redundant_shards import RedundantShards
-from edgefl.strategies.synchronous.strategy import format_slice_codec
+from edgefl.strategies.synchronous.secure_rounds import make_secure_rounds
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, format_slice_codec
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
 
 
@@ -41,7 +42,10 @@ def make_run_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strat
     if name in BUILT_IN_STRATEGIES:
         if "learning_rate" not in options:
             defaults.update(find_strategy(name).without_rate)
-        return make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules)
+        strategy = make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules)
+        if config.secure_aggregation.enabled and isinstance(strategy, SynchronousStrategy):
+            return make_secure_rounds(strategy, config.secure_aggregation)
+        return strategy
     from edgefl.storage.state_serialisation import encode_state  # noqa: PLC0415 a device that assembles needs no store
 
     if is_flower_strategy(name):

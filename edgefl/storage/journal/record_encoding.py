@@ -298,6 +298,7 @@ def _instruction_to_json(instruction: Instruction, blob: list[bytes]) -> Json:
             "messages": messages,
             "node": None if plan.node is None else asdict(plan.node),
             "collective": None if plan.collective is None else asdict(plan.collective),
+            "secure": None if plan.secure is None else asdict(plan.secure),
         }
     return {"kind": name, **value}
 

@@ -1,0 +1,131 @@
+"""Bytes of secure aggregation: what boards sign, and the messages between them and to the coordinator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgefl.core.errors import SecureAggregationError
+from edgefl.core.secure_aggregation.shamir import SHARE_BYTES
+from edgefl.core.types import SecureAggregationConfig, SecureStep
+
+MIN_MEMBERS = 3
+"""In a sum of two, each of both knows the other's update."""
+MAX_MEMBERS = 1000
+CERTIFICATE_BYTES = 768
+"""A certificate is padded to a multiple of this, so that messages have one size."""
+PAIR_BYTES = 2 * SHARE_BYTES
+SPENT = b""
+"""In place of keys: the board has opened a sum of this version, and takes part in no other of it."""
+_ADVERT = struct.Struct("<32s32s32s32sHH")
+
+
+def compute_context(run: str, config: SecureAggregationConfig) -> bytes:
+    """Returns the digest of what an attempt is of; every key and signature of it is bound to that."""
+    values = [run, config.group, config.version, config.threshold, config.clip, config.max_examples]
+    return hashlib.sha256(b"edgefl secure aggregation 1" + json.dumps(values).encode()).digest()
+
+
+def compute_threshold(num_members: int, fraction: float) -> int:
+    """Returns how many of so many members must be left at every step: more than this fraction of them."""
+    return min(num_members, math.floor(fraction * num_members) + 1)
+
+
+def check_config(config: SecureAggregationConfig) -> None:
+    """Checks what a coordinator says of an attempt.
+
+    Raises:
+        SecureAggregationError: a step or a number makes no sense, or the threshold says nothing.
+    """
+    is_number = isinstance(config.threshold, float) and isinstance(config.clip, int | float)
+    if config.step not in set(SecureStep) or not is_number:
+        raise SecureAggregationError(f"no step of secure aggregation: {config.step!r:.40}")
+    if not 0.5 <= config.threshold <= 1:
+        raise SecureAggregationError(
+            f"the threshold must be a fraction from 0.5 to 1, got {config.threshold!r}: with less, a coordinator "
+            "could open two sums of one round"
+        )
+    if not (math.isfinite(config.clip) and config.clip > 0):
+        raise SecureAggregationError(f"the largest entry of an update must be above 0, got {config.clip!r}")
+    numbers = config.version, config.max_examples, config.num_members
+    if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
+        raise SecureAggregationError(f"whole numbers are needed in a step of secure aggregation, got {numbers!r:.60}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advert:
+    """A board's public keys for one attempt, signed.
+
+    Attributes:
+        context: digest of the attempt.
+        share_key: encrypts the shares of secrets for it.
+        mask_key: of its masks with other boards.
+        commitment: to the seed of its own mask.
+        certificate, signature: of the board.
+    """
+
+    context: bytes
+    share_key: bytes
+    mask_key: bytes
+    commitment: bytes
+    certificate: bytes = field(repr=False)
+    signature: bytes = field(repr=False)
+
+    def encode(self) -> bytes:
+        body = self.certificate + self.signature
+        padding = -len(body) % CERTIFICATE_BYTES
+        numbers = len(self.certificate), len(self.signature)
+        return (
+            _ADVERT.pack(self.context, self.share_key, self.mask_key, self.commitment, *numbers)
+            + body
+            + bytes(padding)
+        )
+
+    @classmethod
+    def decode(cls, content: bytes) -> Advert:
+        """Returns the advert in bytes.
+
+        Raises:
+            SecureAggregationError: it is cut off, or has other bytes in it.
+        """
+        if len(content) < _ADVERT.size or len(content) > _ADVERT.size + 16 * CERTIFICATE_BYTES:
+            raise SecureAggregationError(f"a board's keys have {len(content)} bytes")
+        context, share_key, mask_key, commitment, size, signature_size = _ADVERT.unpack_from(content)
+        end = _ADVERT.size + size
+        if end + signature_size > len(content) or any(content[end + signature_size :]):
+            raise SecureAggregationError("a board's keys are cut off")
+        return cls(
+            context=context,
+            share_key=share_key,
+            mask_key=mask_key,
+            commitment=commitment,
+            certificate=content[_ADVERT.size : end],
+            signature=content[end : end + signature_size],
+        )
+
+
+def make_advert_text(context: bytes, device_id: str, share_key: bytes, mask_key: bytes, commitment: bytes) -> bytes:
+    """Returns what a board signs of its keys."""
+    return b"\x00".join((b"edgefl keys", context, device_id.encode(), share_key + mask_key + commitment))
+
+
+def compute_roster_hash(context: bytes, adverts: Sequence[tuple[str, bytes]]) -> bytes:
+    """Returns the digest of all members' keys, sorted by name."""
+    digest = hashlib.sha256(b"edgefl roster" + context)
+    for device_id, content in sorted(adverts):
+        digest.update(f"{device_id}\x00{len(content)}\x00".encode() + content)
+    return digest.digest()
+
+
+def make_survivors_text(roster: bytes, survivors: Sequence[str]) -> bytes:
+    """Returns what a board signs when it consents to the sum of these boards."""
+    return b"\x00".join((b"edgefl survivors", roster, *(name.encode() for name in sorted(survivors))))
+
+
+def make_pair_text(purpose: bytes, context: bytes, first: str, second: str) -> bytes:
+    """Returns what a key of two boards is for."""
+    return b"\x00".join((b"edgefl " + purpose, context, first.encode(), second.encode()))

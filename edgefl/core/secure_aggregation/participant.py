@@ -1,0 +1,301 @@
+"""A board's side of secure aggregation.
+
+Its secrets of an attempt are in memory only: a board that restarts has dropped out of it. On disk it keeps, for each
+run, the version and the boards whose sum it has last consented to, before it says so: it consents to one sum of a
+version, and never takes part in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from edgefl.core.errors import SecureAggregationError
+from edgefl.core.protocol import COORDINATOR_NAME
+from edgefl.core.secure_aggregation.keys import (
+    KEY_BYTES,
+    Identity,
+    add_mask,
+    agree_key,
+    commit_to,
+    decrypt,
+    derive_key,
+    encrypt,
+    generate_key,
+    get_public_key,
+)
+from edgefl.core.secure_aggregation.messages import (
+    MAX_MEMBERS,
+    MIN_MEMBERS,
+    PAIR_BYTES,
+    SPENT,
+    Advert,
+    check_config,
+    compute_context,
+    compute_roster_hash,
+    compute_threshold,
+    make_advert_text,
+    make_pair_text,
+    make_survivors_text,
+)
+from edgefl.core.secure_aggregation.shamir import SHARE_BYTES, split_secret
+from edgefl.core.types import Array, PeerMessage, SecureAggregationConfig, SecureStep
+
+MAX_RUNS = 1000
+"""Runs whose last consent is kept."""
+
+Bodies = Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consent:
+    """The last sum of a run that a board has consented to; `digest` is of its attempt and of its boards."""
+
+    version: int
+    digest: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ConsentLedger:
+    """A board's last consent of each run; `save` makes them durable, and without it they end with the process."""
+
+    consents: OrderedDict[str, Consent] = field(default_factory=OrderedDict)
+    save: Callable[[Mapping[str, Consent]], None] = lambda _: None
+
+    def is_spent(self, run: str, version: int) -> bool:
+        """Returns whether the board has consented to a sum of this version, or of a later one."""
+        found = self.consents.get(run)
+        return found is not None and found.version >= version
+
+    def is_given(self, run: str, consent: Consent) -> bool:
+        return self.consents.get(run) == consent
+
+    def record(self, run: str, consent: Consent) -> None:
+        """Records a consent, durably.
+
+        Raises:
+            SecureAggregationError: there is one to another sum of this version, or to one of a later version.
+        """
+        if self.is_given(run, consent):
+            return
+        if self.is_spent(run, consent.version):
+            raise SecureAggregationError(
+                f"this board has consented to a sum of version {self.consents[run].version} already, and never "
+                "consents to another one"
+            )
+        self.consents[run] = consent
+        self.consents.move_to_end(run)
+        while len(self.consents) > MAX_RUNS:
+            self.consents.popitem(last=False)
+        self.save(self.consents)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """Secrets of one attempt, and what has come of the other boards."""
+
+    context: bytes
+    share_key: bytes
+    mask_key: bytes
+    seed: bytes
+    advert: bytes
+    roster: dict[str, Advert] = field(default_factory=dict)
+    roster_hash: bytes = b""
+    threshold: int = 0
+    shares: dict[str, bytes] = field(default_factory=dict)
+    is_masked: bool = False
+
+
+class Participant:
+    """The steps of a board in the rounds of its runs; used by one thread.
+
+    Args:
+        identity: signs its keys and consents, and verifies others'.
+        ledger: of its consents.
+    """
+
+    def __init__(self, identity: Identity, ledger: ConsentLedger) -> None:
+        self._identity, self._ledger = identity, ledger
+        self._attempt: _Attempt | None = None
+
+    @property
+    def _name(self) -> str:
+        return self._identity.device_id
+
+    def answer(
+        self, run: str, config: SecureAggregationConfig, messages: Sequence[PeerMessage]
+    ) -> tuple[PeerMessage, ...]:
+        """Returns the messages that answer a step without an update.
+
+        Raises:
+            SecureAggregationError: the coordinator, or another board, does not keep to the protocol; or this board
+                has no secrets of this attempt.
+        """
+        bodies = self._read(config, messages)
+        match config.step:
+            case SecureStep.KEYS:
+                found = {COORDINATOR_NAME: self._advertise(run, config)}
+            case SecureStep.SHARES:
+                found = self._share_secrets(self._get_attempt(run, config), config, bodies)
+            case SecureStep.CONSENT:
+                found = {COORDINATOR_NAME: self._consent(self._get_attempt(run, config), run, config)}
+            case _:
+                found = {COORDINATOR_NAME: self._unmask(self._get_attempt(run, config), run, config, bodies)}
+        return self._send(config, found)
+
+    def accept_shares(self, run: str, config: SecureAggregationConfig, messages: Sequence[PeerMessage]) -> None:
+        """Accepts the shares that come with the instruction to train; before the training.
+
+        Raises:
+            SecureAggregationError: as `answer`.
+        """
+        attempt, bodies = self._get_attempt(run, config), self._read(config, messages)
+        if config.num_members != len(attempt.roster) or attempt.is_masked:
+            raise SecureAggregationError("the update of this attempt was sent already, or is asked for other members")
+        if not bodies.keys() <= attempt.roster.keys() or self._name not in bodies:
+            raise SecureAggregationError("shares came of boards that are no members, or not of this one")
+        self._check_enough(attempt, bodies)
+        attempt.shares = {sender: self._decrypt(attempt, sender, body) for sender, body in bodies.items()}
+
+    def mask(self, run: str, config: SecureAggregationConfig, words: Array) -> tuple[PeerMessage, ...]:
+        """Returns the message with an update's vector [words] of uint32, which is masked in place.
+
+        Raises:
+            SecureAggregationError: as `answer`; a vector is masked once.
+        """
+        attempt = self._get_attempt(run, config)
+        if attempt.is_masked or not attempt.shares:
+            raise SecureAggregationError("the update of this attempt was sent already, or no shares came before it")
+        attempt.is_masked = True
+        for other in attempt.shares:
+            if other != self._name:
+                key = self._agree(attempt, attempt.mask_key, attempt.roster[other].mask_key, b"mask", other)
+                add_mask(words, key, sign=1 if self._name < other else -1)
+        add_mask(words, derive_key(attempt.seed, attempt.context))
+        return self._send(config, {COORDINATOR_NAME: words.astype("<u4", copy=False).tobytes()})
+
+    def _read(self, config: SecureAggregationConfig, messages: Sequence[PeerMessage]) -> dict[str, bytes]:
+        check_config(config)
+        bodies = {message.edge[0]: message.body for message in messages}
+        if len(bodies) != len(messages) or any(message.edge[1] != self._name for message in messages):
+            raise SecureAggregationError("messages came twice of one board, or are for another one")
+        return bodies
+
+    def _send(self, config: SecureAggregationConfig, bodies: Bodies) -> tuple[PeerMessage, ...]:
+        step = list(SecureStep).index(SecureStep(config.step))
+        return tuple(PeerMessage(edge=(self._name, name), step=step, body=body) for name, body in bodies.items())
+
+    def _get_attempt(self, run: str, config: SecureAggregationConfig) -> _Attempt:
+        attempt = self._attempt
+        if attempt is None or attempt.context != compute_context(run, config):
+            raise SecureAggregationError("this board has no keys of this attempt: it restarted, or began another one")
+        return attempt
+
+    def _check_enough(self, attempt: _Attempt, boards: Mapping[str, object] | Sequence[str]) -> None:
+        if len(boards) < attempt.threshold:
+            raise SecureAggregationError(
+                f"{len(boards)} of {len(attempt.roster)} boards are left, at least {attempt.threshold} are needed"
+            )
+
+    def _advertise(self, run: str, config: SecureAggregationConfig) -> bytes:
+        self._attempt = None
+        if self._ledger.is_spent(run, config.version):
+            return SPENT
+        context, seed = compute_context(run, config), secrets.token_bytes(KEY_BYTES)
+        share_key, mask_key, commitment = generate_key(), generate_key(), commit_to(seed)
+        public = get_public_key(share_key), get_public_key(mask_key)
+        text = make_advert_text(context, self._name, *public, commitment)
+        advert = Advert(
+            context=context,
+            share_key=public[0],
+            mask_key=public[1],
+            commitment=commitment,
+            certificate=self._identity.certificate,
+            signature=self._identity.sign(text),
+        ).encode()
+        self._attempt = _Attempt(context=context, share_key=share_key, mask_key=mask_key, seed=seed, advert=advert)
+        return advert
+
+    def _share_secrets(self, attempt: _Attempt, config: SecureAggregationConfig, bodies: Bodies) -> dict[str, bytes]:
+        """Verifies all members' keys, and returns the shares of this board's two secrets, encrypted for each."""
+        if attempt.roster:
+            raise SecureAggregationError("the members of this attempt are known already")
+        if not MIN_MEMBERS <= len(bodies) <= MAX_MEMBERS or bodies.get(self._name) != attempt.advert:
+            raise SecureAggregationError(
+                f"an attempt has {MIN_MEMBERS} to {MAX_MEMBERS} members, this board with its own keys among them; "
+                f"got {len(bodies)}"
+            )
+        roster = {name: self._verify_advert(attempt, name, bodies[name]) for name in sorted(bodies)}
+        if len({key for advert in roster.values() for key in (advert.share_key, advert.mask_key)}) < 2 * len(roster):
+            raise SecureAggregationError("two members have the same key")
+        attempt.roster, attempt.roster_hash = roster, compute_roster_hash(attempt.context, [*bodies.items()])
+        attempt.threshold = compute_threshold(len(roster), config.threshold)
+        points = range(1, len(roster) + 1)
+        keys = split_secret(attempt.mask_key, points, attempt.threshold)
+        seeds = split_secret(attempt.seed, points, attempt.threshold)
+        return {
+            name: self._encrypt(attempt, name, key + seed)
+            for name, key, seed in zip(roster, keys, seeds, strict=True)
+        }
+
+    def _verify_advert(self, attempt: _Attempt, name: str, content: bytes) -> Advert:
+        advert = Advert.decode(content)
+        if advert.context != attempt.context:
+            raise SecureAggregationError(f"the keys of {name} are of another attempt")
+        text = make_advert_text(attempt.context, name, advert.share_key, advert.mask_key, advert.commitment)
+        self._identity.verify(name, advert.certificate, text, advert.signature)
+        return advert
+
+    def _agree(self, attempt: _Attempt, private_key: bytes, public_key: bytes, purpose: bytes, other: str) -> bytes:
+        pair = sorted((self._name, other))
+        return agree_key(private_key, public_key, make_pair_text(purpose, attempt.context, *pair))
+
+    def _encrypt(self, attempt: _Attempt, receiver: str, content: bytes) -> bytes:
+        key = self._agree_share_key(attempt, self._name, receiver)
+        return encrypt(key, content, attempt.roster_hash)
+
+    def _decrypt(self, attempt: _Attempt, sender: str, content: bytes) -> bytes:
+        pair = decrypt(self._agree_share_key(attempt, sender, self._name), content, attempt.roster_hash)
+        if len(pair) != PAIR_BYTES:
+            raise SecureAggregationError(f"shares have {PAIR_BYTES} bytes, got {len(pair)} of {sender}")
+        return pair
+
+    def _agree_share_key(self, attempt: _Attempt, sender: str, receiver: str) -> bytes:
+        """Returns the key of one direction between this board and another, or itself."""
+        other = receiver if sender == self._name else sender
+        purpose = make_pair_text(b"share", attempt.context, sender, receiver)
+        return agree_key(attempt.share_key, attempt.roster[other].share_key, purpose)
+
+    def _make_consent(self, attempt: _Attempt, config: SecureAggregationConfig) -> tuple[bytes, Consent]:
+        """Returns the text of a consent, and what is kept of it."""
+        survivors = config.survivors
+        is_known = attempt.is_masked and attempt.shares.keys() >= set(survivors) and self._name in survivors
+        if not is_known or len(set(survivors)) < len(survivors):
+            raise SecureAggregationError("the boards of the sum are not those whose shares came, this one among them")
+        self._check_enough(attempt, survivors)
+        text = make_survivors_text(attempt.roster_hash, survivors)
+        return text, Consent(version=config.version, digest=hashlib.sha256(text).hexdigest())
+
+    def _consent(self, attempt: _Attempt, run: str, config: SecureAggregationConfig) -> bytes:
+        text, consent = self._make_consent(attempt, config)
+        self._ledger.record(run, consent)
+        return self._identity.sign(text)
+
+    def _unmask(self, attempt: _Attempt, run: str, config: SecureAggregationConfig, signatures: Bodies) -> bytes:
+        """Returns a share of each board's seed where it is in the sum, else of its key; never of both."""
+        text, consent = self._make_consent(attempt, config)
+        if not self._ledger.is_given(run, consent):
+            raise SecureAggregationError("this board has not consented to the sum of these boards")
+        self._check_enough(attempt, signatures)
+        for name, signature in signatures.items():
+            if name not in config.survivors:
+                raise SecureAggregationError(f"{name} consents to a sum that it is not in")
+            self._identity.verify(name, attempt.roster[name].certificate, text, signature)
+        survivors = set(config.survivors)
+        return b"".join(
+            pair[SHARE_BYTES:] if name in survivors else pair[:SHARE_BYTES]
+            for name, pair in sorted(attempt.shares.items())
+        )

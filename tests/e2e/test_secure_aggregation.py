@@ -1,0 +1,87 @@
+"""Real boards whose updates the coordinator cannot read, also when one of them or the coordinator dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.types import Array
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.storage.checkpoints import load_model_file
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+NAMES = tuple(f"device-{number:02}" for number in range(1, 5))
+LONG = 60.0
+"""Epochs that take about a second, so that something can happen meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def four(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    with tools.fleet(tmp_path_factory.mktemp("secure") / "fleet", tools.devices(4)) as fleet:
+        yield fleet
+
+
+def make_config(*, is_secure: bool, rounds: int, epochs: float = 1.0) -> RunConfig:
+    return parse_run(
+        {
+            "run": {"task": "digits", "rounds": rounds, "evaluate_on": "none", "local_test_fraction": 0.0},
+            "strategy": {"epochs": epochs},
+            "devices": {"min": 4},
+            "guard": {"enabled": False, "max_weight_ratio": 0},
+            **({"secure_aggregation": {"enabled": True, "threshold": 0.6, "clip": 4.0}} if is_secure else {}),
+        }
+    )
+
+
+def wait_for_model(fleet: LocalFleet, run_id: str) -> tuple[dict[str, Array], list[Any]]:
+    run = fleet.wait_for_run(run_id)
+    assert run["status"] == "finished", run
+    return load_model_file(fleet.get_model_path(run["model"])), fleet.list_history("updates", run=run_id, limit=1000)
+
+
+def compute_distance(one: dict[str, Array], other: dict[str, Array]) -> float:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def read_consents(fleet: LocalFleet, run_id: str) -> list[int]:
+    """Returns the last version of a run that each board has consented to a sum of."""
+    files = (path for name in NAMES for path in fleet.root.rglob(f"{name}/**/secure-aggregation.json"))
+    return [json.loads(path.read_text())[run_id]["version"] for path in files]
+
+
+def test_the_model_is_that_of_plain_rounds(four: LocalFleet) -> None:
+    expected, _ = wait_for_model(four, four.submit(make_config(is_secure=False, rounds=3)))
+    run_id = four.submit(make_config(is_secure=True, rounds=3))
+    model, rows = wait_for_model(four, run_id)
+    assert compute_distance(expected, model) < 1e-5
+    assert [row["outcome"] for row in rows] == ["used"] * 12
+    assert read_consents(four, run_id) == [2] * 4
+
+
+def test_a_coordinator_that_is_killed_goes_on_and_no_board_opens_two_sums(four: LocalFleet, tools: Any) -> None:
+    expected, _ = wait_for_model(four, four.submit(make_config(is_secure=True, rounds=4, epochs=LONG)))
+    run_id = four.submit(make_config(is_secure=True, rounds=4, epochs=LONG))
+    for number in (1, 2):
+        tools.wait_rounds(four, run_id, number)
+        four.kill("coordinator")
+        four.start_coordinator()
+    model, rows = wait_for_model(four, run_id)
+    assert compute_distance(expected, model) == 0.0, "sums of whole numbers, whatever the keys"
+    assert [row["outcome"] for row in rows if row["outcome"] == "used"] == ["used"] * 16
+
+
+def test_a_board_that_is_killed_is_left_out_of_the_sum(four: LocalFleet, tools: Any) -> None:
+    run_id = four.submit(make_config(is_secure=True, rounds=3, epochs=LONG))
+    tools.wait_rounds(four, run_id, 1)
+    four.kill("device-02")
+    _, rows = wait_for_model(four, run_id)
+    last = {row["device_id"] for row in rows if row["round"] == 3 and row["outcome"] == "used"}
+    assert last == {"device-01", "device-03", "device-04"}
+    four.start_device("device-02")
+    four.wait_for_devices(4)
