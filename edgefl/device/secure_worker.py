@@ -26,13 +26,13 @@ from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encod
 from edgefl.system.atomic_files import write_atomic
 
 if TYPE_CHECKING:
-    from edgefl.core.secure_aggregation.participant import Consent, ConsentLedger, Participant
+    from edgefl.core.secure_aggregation.participant import Consent, ConsentRecorder, Participant
 
 log = logging.getLogger(__name__)
 
-LEDGER_FILE = "secure-aggregation.json"
+CONSENTS_FILE = "secure-aggregation.json"
 """Of the last consent of each run."""
-MAX_LEDGER_BYTES = 1024 * 1024
+MAX_CONSENTS_BYTES = 1024 * 1024
 SECURE_KEY = "secure"
 """Key in the plan of an instruction that is a step of secure aggregation."""
 
@@ -70,8 +70,8 @@ class SecureWorker:
         except EdgeflError as error:
             log.warning("assignment %s failed: %s", header.get("assignment"), error)
             return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("assignment %s is malformed: %s", header.get("assignment"), error)
+        except (OSError, KeyError, TypeError, ValueError) as error:  # a full card, or a malformed header
+            log.warning("assignment %s failed: %s", header.get("assignment"), error)
             return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
         compute_s = time.process_time() - started_s
         metrics = {"iterations": 0, "num_examples": 0, "loss": None, "compute_s": compute_s}
@@ -108,24 +108,24 @@ class SecureWorker:
                 cert_pem=state.cert.read_bytes(),
                 ca_pem=state.ca.read_bytes(),
             )
-            self._participant = Participant(identity, load_ledger(state.root / LEDGER_FILE))
+            self._participant = Participant(identity, load_consents(state.root / CONSENTS_FILE))
         return self._participant
 
 
-def load_ledger(path: Path) -> ConsentLedger:
+def load_consents(path: Path) -> ConsentRecorder:
     """Returns the consents that a board has given, from a file to which later ones are written.
 
     Raises:
         DataError: the file is damaged.
     """
-    from edgefl.core.secure_aggregation.participant import Consent, ConsentLedger  # noqa: PLC0415 likewise
+    from edgefl.core.secure_aggregation.participant import Consent, ConsentRecorder  # noqa: PLC0415 likewise
 
     def save(consents: Mapping[str, Consent]) -> None:
         content = {run: asdict(consent) for run, consent in consents.items()}
         write_atomic(path, json.dumps(content, separators=(",", ":")).encode())
 
     try:
-        found = parse_json(path.read_bytes()[:MAX_LEDGER_BYTES]) if path.exists() else {}
+        found = parse_json(path.read_bytes()[:MAX_CONSENTS_BYTES]) if path.exists() else {}
         consents = OrderedDict(
             (str(run), Consent(version=int(item["version"]), digest=str(item["digest"])))
             for run, item in found.items()
@@ -135,4 +135,4 @@ def load_ledger(path: Path) -> ConsentLedger:
             f"{path} cannot be read, so nobody knows what this board has consented to: {error}; delete it only if no "
             "run with secure aggregation is under way"
         ) from None
-    return ConsentLedger(consents=consents, save=save)
+    return ConsentRecorder(consents=consents, save=save)

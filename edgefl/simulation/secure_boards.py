@@ -86,12 +86,12 @@ class SecureBoards:
 
     def _get_participant(self, work: InFlightWork) -> Participant:
         # The cryptography takes longer to import than a short simulation.
-        from edgefl.core.secure_aggregation.participant import ConsentLedger, Participant  # noqa: PLC0415
+        from edgefl.core.secure_aggregation.participant import ConsentRecorder, Participant  # noqa: PLC0415
 
         device = work.device
         boot_count, participant = self._participants.get(device.device_id, (-1, None))
         if participant is None or boot_count != device.boot_count:
-            participant = Participant(SimulatedIdentity(device.device_id), ConsentLedger())
+            participant = Participant(SimulatedIdentity(device.device_id), ConsentRecorder())
             self._participants[device.device_id] = device.boot_count, participant
         return participant
 

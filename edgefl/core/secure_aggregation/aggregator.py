@@ -47,27 +47,27 @@ def unmask_sum(
     if len(holders) < threshold:
         raise SecureAggregationError(f"{len(holders)} boards opened the sum, at least {threshold} are needed")
     factors = compute_lagrange([points[name] for name in holders])
-    roster = {name: Advert.decode(content) for name, content in adverts.items()}
-    context = roster[names[0]].context
+    members = {name: Advert.decode(content) for name, content in adverts.items()}
+    context = members[names[0]].context
     for place, name in enumerate(names):
         start = SHARE_BYTES * place
         secret = combine_shares([openings[holder][start : start + SHARE_BYTES] for holder in holders], factors)
         if name in survivors:
-            if not is_committed(secret, roster[name].commitment):
+            if not is_committed(secret, members[name].commitment):
                 raise SecureAggregationError(
                     f"the shares of {name}'s seed give another one: a board gave a wrong one"
                 )
             add_mask(total, derive_key(secret, context), sign=-1)
-        elif get_public_key(secret) != roster[name].mask_key:
+        elif get_public_key(secret) != members[name].mask_key:
             raise SecureAggregationError(f"the shares of {name}'s key give another one: a board gave a wrong one")
         else:
-            _remove_pairs(total, name, secret, context, roster, survivors)
+            _remove_pairs(total, name, secret, context, members, survivors)
 
 
 def _remove_pairs(
-    total: Array, lost: str, secret: bytes, context: bytes, roster: Mapping[str, Advert], survivors: Sequence[str]
+    total: Array, lost: str, secret: bytes, context: bytes, members: Mapping[str, Advert], survivors: Sequence[str]
 ) -> None:
     """Takes off the masks that the survivors share with a board whose vector did not come."""
     for name in survivors:
         purpose = make_pair_text(b"mask", context, *sorted((name, lost)))
-        add_mask(total, agree_key(secret, roster[name].mask_key, purpose), sign=-1 if name < lost else 1)
+        add_mask(total, agree_key(secret, members[name].mask_key, purpose), sign=-1 if name < lost else 1)

@@ -113,17 +113,17 @@ def make_advert_text(context: bytes, device_id: str, share_key: bytes, mask_key:
     return b"\x00".join((b"edgefl keys", context, device_id.encode(), share_key + mask_key + commitment))
 
 
-def compute_roster_hash(context: bytes, adverts: Sequence[tuple[str, bytes]]) -> bytes:
+def compute_members_hash(context: bytes, adverts: Sequence[tuple[str, bytes]]) -> bytes:
     """Returns the digest of all members' keys, sorted by name."""
-    digest = hashlib.sha256(b"edgefl roster" + context)
+    digest = hashlib.sha256(b"edgefl members" + context)
     for device_id, content in sorted(adverts):
         digest.update(f"{device_id}\x00{len(content)}\x00".encode() + content)
     return digest.digest()
 
 
-def make_survivors_text(roster: bytes, survivors: Sequence[str]) -> bytes:
+def make_survivors_text(members: bytes, survivors: Sequence[str]) -> bytes:
     """Returns what a board signs when it consents to the sum of these boards."""
-    return b"\x00".join((b"edgefl survivors", roster, *(name.encode() for name in sorted(survivors))))
+    return b"\x00".join((b"edgefl survivors", members, *(name.encode() for name in sorted(survivors))))
 
 
 def make_pair_text(purpose: bytes, context: bytes, first: str, second: str) -> bytes:

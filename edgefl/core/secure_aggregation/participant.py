@@ -35,7 +35,7 @@ from edgefl.core.secure_aggregation.messages import (
     Advert,
     check_config,
     compute_context,
-    compute_roster_hash,
+    compute_members_hash,
     compute_threshold,
     make_advert_text,
     make_pair_text,
@@ -59,7 +59,7 @@ class Consent:
 
 
 @dataclass(slots=True, kw_only=True)
-class ConsentLedger:
+class ConsentRecorder:
     """A board's last consent of each run; `save` makes them durable, and without it they end with the process."""
 
     consents: OrderedDict[str, Consent] = field(default_factory=OrderedDict)
@@ -70,7 +70,7 @@ class ConsentLedger:
         found = self.consents.get(run)
         return found is not None and found.version >= version
 
-    def is_given(self, run: str, consent: Consent) -> bool:
+    def has_consent(self, run: str, consent: Consent) -> bool:
         return self.consents.get(run) == consent
 
     def record(self, run: str, consent: Consent) -> None:
@@ -79,18 +79,20 @@ class ConsentLedger:
         Raises:
             SecureAggregationError: there is one to another sum of this version, or to one of a later version.
         """
-        if self.is_given(run, consent):
+        if self.has_consent(run, consent):
             return
         if self.is_spent(run, consent.version):
             raise SecureAggregationError(
                 f"this board has consented to a sum of version {self.consents[run].version} already, and never "
                 "consents to another one"
             )
-        self.consents[run] = consent
-        self.consents.move_to_end(run)
-        while len(self.consents) > MAX_RUNS:
-            self.consents.popitem(last=False)
-        self.save(self.consents)
+        consents = OrderedDict(self.consents)
+        consents[run] = consent
+        consents.move_to_end(run)
+        while len(consents) > MAX_RUNS:
+            consents.popitem(last=False)
+        self.save(consents)  # where this fails the board has not consented
+        self.consents = consents
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,8 +104,8 @@ class _Attempt:
     mask_key: bytes
     seed: bytes
     advert: bytes
-    roster: dict[str, Advert] = field(default_factory=dict)
-    roster_hash: bytes = b""
+    members: dict[str, Advert] = field(default_factory=dict)
+    members_hash: bytes = b""
     threshold: int = 0
     shares: dict[str, bytes] = field(default_factory=dict)
     is_masked: bool = False
@@ -114,11 +116,11 @@ class Participant:
 
     Args:
         identity: signs its keys and consents, and verifies others'.
-        ledger: of its consents.
+        recorder: of its consents.
     """
 
-    def __init__(self, identity: Identity, ledger: ConsentLedger) -> None:
-        self._identity, self._ledger = identity, ledger
+    def __init__(self, identity: Identity, recorder: ConsentRecorder) -> None:
+        self._identity, self._recorder = identity, recorder
         self._attempt: _Attempt | None = None
 
     @property
@@ -153,9 +155,9 @@ class Participant:
             SecureAggregationError: as `answer`.
         """
         attempt, bodies = self._get_attempt(run, config), self._read(config, messages)
-        if config.num_members != len(attempt.roster) or attempt.is_masked:
+        if config.num_members != len(attempt.members) or attempt.is_masked:
             raise SecureAggregationError("the update of this attempt was sent already, or is asked for other members")
-        if not bodies.keys() <= attempt.roster.keys() or self._name not in bodies:
+        if not bodies.keys() <= attempt.members.keys() or self._name not in bodies:
             raise SecureAggregationError("shares came of boards that are no members, or not of this one")
         self._check_enough(attempt, bodies)
         attempt.shares = {sender: self._decrypt(attempt, sender, body) for sender, body in bodies.items()}
@@ -172,7 +174,7 @@ class Participant:
         attempt.is_masked = True
         for other in attempt.shares:
             if other != self._name:
-                key = self._agree(attempt, attempt.mask_key, attempt.roster[other].mask_key, b"mask", other)
+                key = self._agree(attempt, attempt.mask_key, attempt.members[other].mask_key, b"mask", other)
                 add_mask(words, key, sign=1 if self._name < other else -1)
         add_mask(words, derive_key(attempt.seed, attempt.context))
         return self._send(config, {COORDINATOR_NAME: words.astype("<u4", copy=False).tobytes()})
@@ -197,12 +199,12 @@ class Participant:
     def _check_enough(self, attempt: _Attempt, boards: Mapping[str, object] | Sequence[str]) -> None:
         if len(boards) < attempt.threshold:
             raise SecureAggregationError(
-                f"{len(boards)} of {len(attempt.roster)} boards are left, at least {attempt.threshold} are needed"
+                f"{len(boards)} of {len(attempt.members)} boards are left, at least {attempt.threshold} are needed"
             )
 
     def _advertise(self, run: str, config: SecureAggregationConfig) -> bytes:
         self._attempt = None
-        if self._ledger.is_spent(run, config.version):
+        if self._recorder.is_spent(run, config.version):
             return SPENT
         context, seed = compute_context(run, config), secrets.token_bytes(KEY_BYTES)
         share_key, mask_key, commitment = generate_key(), generate_key(), commit_to(seed)
@@ -221,24 +223,26 @@ class Participant:
 
     def _share_secrets(self, attempt: _Attempt, config: SecureAggregationConfig, bodies: Bodies) -> dict[str, bytes]:
         """Verifies all members' keys, and returns the shares of this board's two secrets, encrypted for each."""
-        if attempt.roster:
+        if attempt.members:
             raise SecureAggregationError("the members of this attempt are known already")
         if not MIN_MEMBERS <= len(bodies) <= MAX_MEMBERS or bodies.get(self._name) != attempt.advert:
             raise SecureAggregationError(
                 f"an attempt has {MIN_MEMBERS} to {MAX_MEMBERS} members, this board with its own keys among them; "
                 f"got {len(bodies)}"
             )
-        roster = {name: self._verify_advert(attempt, name, bodies[name]) for name in sorted(bodies)}
-        if len({key for advert in roster.values() for key in (advert.share_key, advert.mask_key)}) < 2 * len(roster):
+        members = {name: self._verify_advert(attempt, name, bodies[name]) for name in sorted(bodies)}
+        if len({key for advert in members.values() for key in (advert.share_key, advert.mask_key)}) < 2 * len(
+            members
+        ):
             raise SecureAggregationError("two members have the same key")
-        attempt.roster, attempt.roster_hash = roster, compute_roster_hash(attempt.context, [*bodies.items()])
-        attempt.threshold = compute_threshold(len(roster), config.threshold)
-        points = range(1, len(roster) + 1)
+        attempt.members, attempt.members_hash = members, compute_members_hash(attempt.context, [*bodies.items()])
+        attempt.threshold = compute_threshold(len(members), config.threshold)
+        points = range(1, len(members) + 1)
         keys = split_secret(attempt.mask_key, points, attempt.threshold)
         seeds = split_secret(attempt.seed, points, attempt.threshold)
         return {
             name: self._encrypt(attempt, name, key + seed)
-            for name, key, seed in zip(roster, keys, seeds, strict=True)
+            for name, key, seed in zip(members, keys, seeds, strict=True)
         }
 
     def _verify_advert(self, attempt: _Attempt, name: str, content: bytes) -> Advert:
@@ -255,10 +259,10 @@ class Participant:
 
     def _encrypt(self, attempt: _Attempt, receiver: str, content: bytes) -> bytes:
         key = self._agree_share_key(attempt, self._name, receiver)
-        return encrypt(key, content, attempt.roster_hash)
+        return encrypt(key, content, attempt.members_hash)
 
     def _decrypt(self, attempt: _Attempt, sender: str, content: bytes) -> bytes:
-        pair = decrypt(self._agree_share_key(attempt, sender, self._name), content, attempt.roster_hash)
+        pair = decrypt(self._agree_share_key(attempt, sender, self._name), content, attempt.members_hash)
         if len(pair) != PAIR_BYTES:
             raise SecureAggregationError(f"shares have {PAIR_BYTES} bytes, got {len(pair)} of {sender}")
         return pair
@@ -267,7 +271,7 @@ class Participant:
         """Returns the key of one direction between this board and another, or itself."""
         other = receiver if sender == self._name else sender
         purpose = make_pair_text(b"share", attempt.context, sender, receiver)
-        return agree_key(attempt.share_key, attempt.roster[other].share_key, purpose)
+        return agree_key(attempt.share_key, attempt.members[other].share_key, purpose)
 
     def _make_consent(self, attempt: _Attempt, config: SecureAggregationConfig) -> tuple[bytes, Consent]:
         """Returns the text of a consent, and what is kept of it."""
@@ -276,24 +280,24 @@ class Participant:
         if not is_known or len(set(survivors)) < len(survivors):
             raise SecureAggregationError("the boards of the sum are not those whose shares came, this one among them")
         self._check_enough(attempt, survivors)
-        text = make_survivors_text(attempt.roster_hash, survivors)
+        text = make_survivors_text(attempt.members_hash, survivors)
         return text, Consent(version=config.version, digest=hashlib.sha256(text).hexdigest())
 
     def _consent(self, attempt: _Attempt, run: str, config: SecureAggregationConfig) -> bytes:
         text, consent = self._make_consent(attempt, config)
-        self._ledger.record(run, consent)
+        self._recorder.record(run, consent)
         return self._identity.sign(text)
 
     def _unmask(self, attempt: _Attempt, run: str, config: SecureAggregationConfig, signatures: Bodies) -> bytes:
         """Returns a share of each board's seed where it is in the sum, else of its key; never of both."""
         text, consent = self._make_consent(attempt, config)
-        if not self._ledger.is_given(run, consent):
+        if not self._recorder.has_consent(run, consent):
             raise SecureAggregationError("this board has not consented to the sum of these boards")
         self._check_enough(attempt, signatures)
         for name, signature in signatures.items():
             if name not in config.survivors:
                 raise SecureAggregationError(f"{name} consents to a sum that it is not in")
-            self._identity.verify(name, attempt.roster[name].certificate, text, signature)
+            self._identity.verify(name, attempt.members[name].certificate, text, signature)
         survivors = set(config.survivors)
         return b"".join(
             pair[SHARE_BYTES:] if name in survivors else pair[:SHARE_BYTES]

@@ -10,7 +10,7 @@ from edgefl.core.errors import DataError, SecureAggregationError
 from edgefl.core.secure_aggregation.aggregator import unmask_sum
 from edgefl.core.secure_aggregation.keys import CertificateIdentity
 from edgefl.core.secure_aggregation.messages import SPENT, compute_threshold
-from edgefl.core.secure_aggregation.participant import MAX_RUNS, Consent, ConsentLedger, Participant
+from edgefl.core.secure_aggregation.participant import MAX_RUNS, Consent, ConsentRecorder, Participant
 from edgefl.core.secure_aggregation.ring import count_levels, decode_mean, encode_vector
 from edgefl.core.secure_aggregation.shamir import PRIME, combine_shares, compute_lagrange, split_secret
 from edgefl.core.types import PeerMessage, SecureAggregationConfig, SecureStep
@@ -89,7 +89,7 @@ class Round:
 
 def make_boards(count, **settings):
     names = [f"b{number:02}" for number in range(count)]
-    return {name: Participant(SimulatedIdentity(name), ConsentLedger(**settings)) for name in names}
+    return {name: Participant(SimulatedIdentity(name), ConsentRecorder(**settings)) for name in names}
 
 
 def drop(names, fraction):
@@ -172,7 +172,7 @@ def test_a_consent_holds_over_a_restart():
     boards = make_boards(3, save=kept.update)
     attempt = Round(boards).run_to_masks()
     attempt.consent(list(boards))
-    restarted = Participant(SimulatedIdentity("b00"), ConsentLedger(consents=kept))
+    restarted = Participant(SimulatedIdentity("b00"), ConsentRecorder(consents=kept))
     boards["b00"] = restarted
     with pytest.raises(SecureAggregationError, match="no keys of this attempt"):
         attempt.consent(list(boards), ["b00"])
@@ -259,7 +259,7 @@ def make_certified(names, authority):
 
 
 def make_participants(identities):
-    return {name: Participant(identity, ConsentLedger()) for name, identity in identities.items()}
+    return {name: Participant(identity, ConsentRecorder()) for name, identity in identities.items()}
 
 
 def test_boards_with_certificates_of_the_fleet_open_their_sum():
@@ -300,11 +300,11 @@ def test_a_coordinator_that_lies_about_who_consents_is_refused():
 
 
 def test_consents_of_many_runs_are_bounded():
-    ledger = ConsentLedger()
+    recorder = ConsentRecorder()
     for number in range(MAX_RUNS + 5):
-        ledger.record(f"r{number}", Consent(version=0, digest="d"))
-    assert len(ledger.consents) == MAX_RUNS
-    assert "r4" not in ledger.consents
+        recorder.record(f"r{number}", Consent(version=0, digest="d"))
+    assert len(recorder.consents) == MAX_RUNS
+    assert "r4" not in recorder.consents
 
 
 def test_any_threshold_of_shares_gives_the_secret_and_fewer_give_another():
