@@ -1,0 +1,61 @@
+"""Simulated runs with secure aggregation: the plain run's model, and boards that die on the way."""
+
+import numpy as np
+import pytest
+
+import edgefl
+from edgefl.storage.checkpoints import load_model_file
+
+
+@pytest.fixture
+def simulate(tmp_path):
+    numbers = iter(range(100))
+
+    def run(*, is_secure, faults="", rounds=3, devices=5, workers=0, **strategy):
+        (tmp_path / "faults.toml").write_text(faults)
+        tables = {
+            "run": {"task": "digits", "rounds": rounds, "evaluate_every": 100, "local_test_fraction": 0.0},
+            "task": {"model": "logistic"},
+            "strategy": strategy,
+            "guard": {"enabled": False, "max_weight_ratio": 0},
+            "devices": {"min": 3},
+            "simulation": {
+                "workers": workers,
+                "jitter": 0.0,
+                "faults": str(tmp_path / "faults.toml"),
+                "detect_s": 1.0,
+            },
+        }
+        if is_secure:
+            tables["secure_aggregation"] = {"enabled": True, "threshold": 0.6, "clip": 4.0}
+        folder = tmp_path / str(next(numbers))
+        return edgefl.simulate(tables, devices=devices, root=folder, scheme="dirichlet:0.5")
+
+    return run
+
+
+def compute_distance(first, second):
+    models = [load_model_file(result.model) for result in (first, second)]
+    return max(float(np.abs(models[0][name] - models[1][name]).max()) for name in models[0])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "ssgd"])
+def test_the_model_is_that_of_plain_rounds(simulate, name):
+    plain, secure = (simulate(is_secure=is_secure, name=name) for is_secure in (False, True))
+    assert compute_distance(plain, secure) < 1e-5
+    assert [row["outcome"] for row in secure.updates] == ["used"] * 15
+    assert compute_distance(secure, simulate(is_secure=True, name=name)) == 0.0
+
+
+def test_workers_train_the_same_masked_updates(simulate):
+    assert compute_distance(simulate(is_secure=True), simulate(is_secure=True, workers=2)) == 0.0
+
+
+def test_a_board_that_dies_is_left_out_and_the_others_go_on(simulate):
+    faults = '[[fault]]\ndevice = "device-002"\nat_s = 0.0\nkind = "kill"\n'
+    name = sorted({row["device_id"] for row in simulate(is_secure=True, rounds=1).updates})[1]
+    result = simulate(is_secure=True, faults=faults.replace("device-002", name).replace("0.0", "0.001"))
+    last = {row["device_id"] for row in result.updates if row["round"] == 3 and row["outcome"] == "used"}
+    assert result.status == "finished"
+    assert len(last) == 4
+    assert name not in last
