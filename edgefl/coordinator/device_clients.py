@@ -9,6 +9,7 @@ from functools import partial
 from typing import Self
 
 from edgefl.coordinator.execution.messaging import DeviceNotifier, DeviceRpc
+from edgefl.coordinator.execution.site_rounds import SiteRounds
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService, ExportModel, plan_deployments
 from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
@@ -85,13 +86,20 @@ class DeviceMessageRouter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._clients: DeviceClients | None = None
+        self._site: SiteRounds | None = None
 
     def open(self, clients: DeviceClients) -> None:
         """Starts routing to `clients`."""
         self._clients = clients
 
+    def open_site(self, site: SiteRounds) -> None:
+        """Starts routing to the rounds of a gateway, too."""
+        self._site = site
+
     def route_reply(self, item: Reply | Progress) -> None:
-        """Routes a reply or progress to the active run."""
+        """Routes a reply or progress to the active run, and to the gateway's round."""
+        if self._site is not None:
+            self._site.post(item)
         if self._clients is not None:
             self._clients.run_scheduler.post(item)
 
@@ -107,8 +115,13 @@ class DeviceMessageRouter:
             return
         clients.deployments.on_heartbeat(device_id, heartbeat)
         clients.installations.on_heartbeat(device_id, heartbeat)
+        site = self._site
+        if site is not None and heartbeat.run and site.is_current(heartbeat.run):
+            return
         _cancel_stale_work(clients, device_id, heartbeat, self._clock())
         blocker = parse_blocker(heartbeat.blocked)
+        if blocker is not None and site is not None and site.is_current(blocker.run):
+            return
         if blocker is not None and blocker.run and not _is_current(clients, blocker.run):
             _send_end(clients, device_id, blocker.run, self._clock())  # it keeps the conditions of a run that is over
 

@@ -38,6 +38,8 @@ from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
+from edgefl.coordinator.execution.site_rounds import FOLDER as SITE_FOLDER
+from edgefl.coordinator.execution.site_rounds import SiteRounds
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import CloneRejected, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
@@ -150,6 +152,23 @@ class Coordinator:
         self._feed.update()
         for limiter in self._limiters:
             limiter.log_refusals()
+
+    def open_site(self) -> SiteRounds:
+        """Returns the rounds of these boards for a coordinator upstream; call it once, when this one is open."""
+
+        def record_event(kind: str, device_id: str, message: str) -> None:
+            self._store.record_event(kind, message, at=time.time(), device_id=device_id or None)
+
+        site = SiteRounds(
+            self._directory.root / SITE_FOLDER,
+            registry=self._registry,
+            notifier=self._mqtt.client,
+            open_transport=self._superlink.open_run,
+            clock=time.monotonic,
+            record_event=record_event,
+        )
+        self._router.open_site(site)
+        return site
 
     def _open(self) -> None:
         """Opens everything in order; the closers run in the opposite one.

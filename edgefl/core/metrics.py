@@ -182,6 +182,21 @@ class MetricSet:
             sums[name][key], start = array, start + array.nbytes
         return sums
 
+    def add(self, bodies: Sequence[bytes]) -> bytes:
+        """Returns the sums of all examples that these are of, for the wire.
+
+        Raises:
+            ValueError: as `decode`; the same where the numbers of all are beyond what one device can have.
+        """
+        totals: dict[str, dict[str, Array]] = {}
+        for body in bodies:
+            sums = self.decode(body)
+            totals = {name: add_sums(totals[name], each) for name, each in sums.items()} if totals else sums
+        encoded = self.encode(totals) if totals else b""
+        if encoded:
+            self.decode(encoded)
+        return encoded
+
     def compute_quality(self, values: Mapping[str, float]) -> float | None:
         """Returns the first metric, negative where less is better; None where it has no value."""
         for name, metric in self.metrics.items():

@@ -637,6 +637,8 @@ class UpdateMetrics:
     weakest signal, the rate of the link, the energy used, and the part of `compute_s` spent in thermal pacing to stay
     below its temperature limit. Each of these is None when unknown.
 
+    `boards` are, of a site gateway's update, the boards that it is of: each `sites.BoardShare` as JSON.
+
     Costs before the run are part of the first update's, and in `extra` under the names of `PREFETCH_BYTE_KEYS`:
     `send_s` was not spent on them.
     """
@@ -658,6 +660,7 @@ class UpdateMetrics:
     paced_s: float | None = None
     shard_version: str | None = None
     shard_examples: int | None = None
+    boards: Sequence[Json] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.state_dir import DeviceStateDir, check_not_locked_out, parse_lockout, save_lockout
 from edgefl.device.training.confined_trainer import ConfiningTrainer
 from edgefl.device.training.gossip_worker import INSTRUCTION_FILE, load_node_instruction
+from edgefl.device.training.site_trainer import SiteConnection, SiteTrainer
 from edgefl.device.training.trainer import TrainingAbortedError
 from edgefl.device.updates.installations import InstalledBundles
 from edgefl.device.updates.protocol import HealthWriter
@@ -61,6 +62,12 @@ SHUTDOWN_TIMEOUT_S = 5.0
 class Agent:
     """Agent of one device; `run` returns after `stop`.
 
+    Args:
+        state: of the device.
+        heartbeat_s, poll_s: between two heartbeats, and two polls.
+        update_config: of its software; None for the machine's.
+        site: the boards that do its work, where it is a gateway.
+
     Attributes:
         liveness: records progress of the main loop.
         locked_out, lockout_reason: whether and why the coordinator has rejected this agent, over MQTT, as a clone.
@@ -73,7 +80,9 @@ class Agent:
         heartbeat_s: float = HEARTBEAT_S,
         poll_s: float = POLL_S,
         update_config: SoftwareUpdateConfig | None = None,
+        site: SiteConnection | None = None,
     ) -> None:
+        self._site = site
         self._state, self._poll_backoff = state, PollBackoff(poll_s)
         self.liveness = LivenessMonitor()
         self._stopping, self._has_stopped, self._wake_up = threading.Event(), threading.Event(), WakeUpSignal()
@@ -154,6 +163,8 @@ class Agent:
         Raises:
             ClonedError: another agent has the same identity, and the coordinator rejects this one.
         """
+        if self._site is not None:  # what the boards have is told upstream
+            self._site.site.subscribe(self._wake_up.notify)
         self._connection.start()
         self._heartbeat.start()
         self._models.start()
@@ -391,8 +402,9 @@ class Agent:
         )
 
     def _make_trainer(self) -> ConfiningTrainer:
-        state = self._state
-        return ConfiningTrainer(
+        state, site = self._state, self._site
+        make = ConfiningTrainer if site is None else partial(SiteTrainer, site.site, bases_dir=site.bases_dir)
+        return make(
             get_policy=lambda: self._confine,
             next_incarnation=state.next_session_no,
             get_temperature_limit_c=lambda: state.settings.max_temperature_c,
@@ -451,14 +463,24 @@ class Agent:
         )
 
 
-def run_agent(state: DeviceStateDir, update_config: SoftwareUpdateConfig | None = None) -> None:
+def run_agent(
+    state: DeviceStateDir,
+    update_config: SoftwareUpdateConfig | None = None,
+    *,
+    site: SiteConnection | None = None,
+) -> None:
     """Runs the agent of an enrolled device until SIGTERM or SIGINT.
+
+    Args:
+        state: of the device.
+        update_config: of its software; None for the machine's.
+        site: as `Agent`.
 
     Raises:
         ClonedError: this is the clone of an active device, also when detected before.
     """
     check_not_locked_out(state.root)
-    agent = Agent(state, update_config=update_config)
+    agent = Agent(state, update_config=update_config, site=site)
     agent.start_logging()
 
     def stop() -> None:

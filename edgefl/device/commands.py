@@ -113,6 +113,7 @@ class CapabilityReporter:
                 **self._get_peer_facts(),
                 **self._get_software_facts(),
                 **self._step_rates.get_facts(),
+                **self._trainer.site_facts,
                 CONDITIONS_KEY: True,
                 SLICES_KEY: True,
                 QUERIES_KEY: True,

@@ -95,6 +95,8 @@ class StrategyConfig:
     """One line for `edgefl strategies`; without it, the first paragraph of the strategy's module."""
     rate_share: ClassVar[float] = 1.0
     """Part of the task's recommended learning rate that is the default."""
+    permits_partial_sums: ClassVar[bool] = False
+    """Whether the mean of a site's updates, weighted by their examples, may take the place of the updates."""
     without_rate: ClassVar[Mapping[str, Any]] = {}
     """Settings that are the default where the run file gives no `learning_rate`."""
 

@@ -19,7 +19,13 @@ from types import MappingProxyType
 from typing import Any
 
 from edgefl.core.metrics import NO_METRICS, MetricSet
-from edgefl.core.protocol import JOB_LOG, MAX_THROTTLED_CHARS, finite_or_none, parse_job_log
+from edgefl.core.protocol import (
+    JOB_LOG,
+    MAX_THROTTLED_CHARS,
+    finite_or_none,
+    parse_job_log,
+)
+from edgefl.core.sites import SITE_KEY, parse_board_shares
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     PREFETCH_BYTE_KEYS,
@@ -192,6 +198,7 @@ def parse_update_metrics(
         bytes_down=bytes_down + prefetch_bytes[1],
         extra={name: value for name, value in numbers.items() if value is not None},
         **_parse_health(metrics.get("health")),
+        boards=tuple(share.to_json() for share in parse_board_shares(metrics.get(SITE_KEY))),
         **_parse_shard(metrics.get("shard")),
     )
 

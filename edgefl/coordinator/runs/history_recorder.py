@@ -48,7 +48,7 @@ DERIVED_EVENT_KINDS = (
 """Kinds of events derived from the journal."""
 
 _METRIC_COLUMNS = tuple(
-    {field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra", "shard_version", "shard_examples"}
+    {field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra", "shard_version", "shard_examples", "boards"}
 )
 """Metrics of an update that its row has under the same names; others are in its `metrics`."""
 
@@ -357,7 +357,11 @@ class HistoryRecorder(RunSubscriber):
             base_version=update.base_version,
             received_at=now,
             ended_at=now,
-            metrics={**metrics.extra, **(shard if metrics.shard_version is not None else {})},
+            metrics={
+                **metrics.extra,
+                **(shard if metrics.shard_version is not None else {}),
+                **({"boards": list(metrics.boards)} if metrics.boards else {}),
+            },
             **{name: getattr(metrics, name) for name in _METRIC_COLUMNS},
         )
 

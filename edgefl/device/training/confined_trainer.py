@@ -141,6 +141,11 @@ class ConfiningTrainer(DeviceTrainer):
         """What this machine lacks for a complete confinement."""
         return find_gaps()
 
+    @property
+    def site_facts(self) -> Json:
+        """What the coordinator is told of the boards behind a gateway; empty for a board."""
+        return {}
+
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         if (reason := self._refuse_unbounded(header)) is not None:
             return make_refusal(header, reason), b""

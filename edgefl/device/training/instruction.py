@@ -30,7 +30,7 @@ from edgefl.core.types import Json, Scalar, TrainConfig
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
 from edgefl.device.training.split_exchange import SplitPlan
-from edgefl.device.training.task_cache import AnalysisRequest, TaskCache
+from edgefl.device.training.task_cache import AnalysisRequest, CachedTask, TaskCache
 from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.compiled.plan import CompiledPlan
@@ -229,6 +229,19 @@ class ReadinessHandler:
             }, b""
         return {**reply, "ready": True}, b""
 
+    def prefetch(self, header: Json, cached_task: CachedTask, body: bytes) -> None:
+        """Keeps the model that came with a phase for a while, if one came.
+
+        Raises:
+            CodecError: it is no model of this task.
+        """
+        if body:
+            decode_body(body, make_stack_shapes(cached_task.model_spec, parse_num_clusters(header)))
+            expires_s = self._clock() + LEASE_S
+            self._prefetched = _PrefetchedModel(
+                run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s
+            )
+
     def add_prefetched_model(self, run: str, version: int | None, body: bytes) -> bytes:
         """Returns the body of an instruction, with the prefetched model of this version appended, if any.
 
@@ -298,12 +311,7 @@ class ReadinessHandler:
         training, _ = self._task_cache.load_split(cached_task, float(header["test_fraction"]))
         if not len(training):
             raise DataError(f"the shard of task {cached_task.name} holds no example to train on")
-        if body:
-            decode_body(body, make_stack_shapes(cached_task.model_spec, parse_num_clusters(header)))
-            expires_s = self._clock() + LEASE_S
-            self._prefetched = _PrefetchedModel(
-                run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s
-            )
+        self.prefetch(header, cached_task, body)
 
 
 def _get_cut(header: Json) -> str | None:

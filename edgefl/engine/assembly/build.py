@@ -31,6 +31,7 @@ from edgefl.core.protocol import (
     model_fingerprint,
 )
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
+from edgefl.core.sites import PARTIAL_SUMS_KEY
 from edgefl.core.types import (
     Algorithm,
     Array,
@@ -73,6 +74,7 @@ from edgefl.engine.assembly.strategy import (
     get_versions_per_round,
     make_round_rules,
     make_run_strategy,
+    permits_partial_sums,
 )
 from edgefl.engine.collective_checks import check_collective, check_weighted_mean
 from edgefl.engine.progress import RoundCounter
@@ -174,6 +176,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
             **({CLUSTERS_KEY: num_clusters} if num_clusters else {}),
+            **({PARTIAL_SUMS_KEY: True} if permits_partial_sums(config) else {}),
             **({SLICES_KEY: True} if getattr(strategy, "sends_slices", False) else {}),
             **compiled,
         },

@@ -102,6 +102,24 @@ def check_slices(config: RunConfig, strategy: Strategy[Any], shapes: ModelSpec) 
     make_codec(format_slice_codec(strategy.rules.codec, 1, 2), shapes)
 
 
+def permits_partial_sums(config: RunConfig) -> bool:
+    """Returns whether a site gateway may answer with the mean of its boards' updates in this run.
+
+    Its strategy says so, and nothing in the run file needs the update of each board.
+    """
+    return (
+        find_strategy(config.strategy.name).permits_partial_sums
+        if config.strategy.name in BUILT_IN_STRATEGIES
+        else False
+    ) and not (
+        config.privacy.unit is not None
+        or config.aggregation.is_collective
+        or config.split.after is not None
+        or config.selection.rule == "utility"
+        or config.strategy.options.get("seconds") is not None
+    )
+
+
 def get_batch_size(strategy: Strategy[Any], config: RunConfig) -> int:
     """Returns the examples of a local iteration, of which run.epochs is counted."""
     inner = get_inner_strategy(strategy)

@@ -201,7 +201,7 @@ def _encode_update(update: Update) -> EncodedRecord:
         "device_id": update.device_id,
         "base_version": update.base_version,
         "received_s": update.received_s,
-        "metrics": {**_to_shallow_dict(update.metrics), "extra": dict(update.metrics.extra)},
+        "metrics": _metrics_to_json(update.metrics),
         "format": get_body_format(update),
         "length": len(body),
         "messages": messages,
@@ -211,6 +211,12 @@ def _encode_update(update: Update) -> EncodedRecord:
         kind=encoded.kind, assignment_id=encoded.assignment_id, parts=encoded.parts,
         tensors_offset=sum(len(part) for part in encoded.parts) - len(body),
     )  # fmt: skip
+
+
+def _metrics_to_json(metrics: UpdateMetrics) -> Json:
+    """Returns the measurements; without boards, which an older release does not know, where there are none."""
+    values = {**_to_shallow_dict(metrics), "extra": dict(metrics.extra)}
+    return values if metrics.boards else {name: value for name, value in values.items() if name != "boards"}
 
 
 def get_body_format(update: Update) -> str:

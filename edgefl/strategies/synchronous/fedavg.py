@@ -27,6 +27,7 @@ class FedAvgConfig(StrategyConfig):
 
     double_buffering: bool = False
 
+    permits_partial_sums: ClassVar[bool] = True
     summary: ClassVar[str] = (
         "Federated averaging: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, "
         "Alg. 1."
@@ -51,6 +52,7 @@ class FedProxConfig(StrategyConfig):
     mu: float = field(default=0.01, metadata={"at_least": 0})
     optimizer: str = Algorithm.PROX
 
+    permits_partial_sums: ClassVar[bool] = True
     summary: ClassVar[str] = (
         "FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2."
     )

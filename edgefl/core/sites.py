@@ -1,0 +1,66 @@
+"""Sites: what a gateway and the coordinator for which it is one device say of the boards behind it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from edgefl.core.metrics import MetricSet
+from edgefl.core.protocol import finite_or_none
+from edgefl.core.safe_text import escape_text
+from edgefl.core.types import Json, ModelSpec
+
+PARTIAL_SUMS_KEY = "partial_sums"
+"""Key in the header of instructions, true: the mean of a site's updates may take the place of the updates."""
+SITE_KEY = "site"
+"""Key in the metrics of a gateway's answers: the boards that it is of; in a gateway's facts: how many it has."""
+MAX_SITE_BOARDS = 256
+"""Boards behind one gateway that get work in a round."""
+MAX_NAME_CHARS, MAX_EXAMPLES, MAX_SECONDS = 63, 2**53, 1e9
+"""Bounds of what a gateway says of one board."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTask:
+    """The model that the boards of a site train or evaluate.
+
+    Attributes:
+        spec: its tensors that travel.
+        metrics: of its task, whose sums come with each evaluation.
+        needs_torch: boards without torch take no part.
+    """
+
+    spec: ModelSpec
+    metrics: MetricSet
+    needs_torch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardShare:
+    """What one board behind a gateway has given to its site's update; `compute_s` in seconds."""
+
+    board: str
+    num_examples: int
+    loss: float | None
+    compute_s: float
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+def parse_board_shares(value: object) -> list[BoardShare]:
+    """Returns the boards that a gateway names, at most `MAX_SITE_BOARDS`; what makes no sense is left out."""
+    rows = value[:MAX_SITE_BOARDS] if isinstance(value, list) else []
+    shares = [_parse_board_share(row) for row in rows if isinstance(row, dict)]
+    return [share for share in shares if share is not None]
+
+
+def _parse_board_share(row: Json) -> BoardShare | None:
+    board, count, compute_s = row.get("board"), row.get("num_examples"), finite_or_none(row.get("compute_s"))
+    if not isinstance(board, str) or not 0 < len(board) <= MAX_NAME_CHARS:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < MAX_EXAMPLES:
+        return None
+    if compute_s is None or not 0 <= compute_s < MAX_SECONDS:
+        return None
+    loss = finite_or_none(row.get("loss"))
+    return BoardShare(board=escape_text(board), num_examples=count, loss=loss, compute_s=compute_s)
