@@ -443,6 +443,8 @@ class RoundRecord:
         shutil.rmtree(self.path / JOURNAL_FOLDER, ignore_errors=True)
 
 
+_NOT_IN_PATTERNS = frozenset("*?[];=| ")
+"""What means something in a codec line; a tensor with such a name is sent dense."""
 _USED = "used"
 """Of an answer on disk: board -> its assignment whose update is in it."""
 
@@ -517,7 +519,7 @@ class _SiteRound:
             raise DataError(f"no board of this site has sent an update: {reasons}")
         mean = self._mean.compute_mean(self._like)
         displacement = {name: np.asarray(mean[name]).astype(like.dtype) for name, like in self._like.items()}
-        codec = "dense" if self._is_dense else _choose_codec(displacement, self._nonzero)
+        codec = "dense" if self._is_dense else _choose_codec(self._nonzero)
         body = make_codec(codec, self.task.spec).encode(displacement, derive_rng(0))
         updates = self._list_updates()
         return {"metrics": {**_combine_metrics(updates, self._plan), SITE_KEY: _list_shares(updates)}}, body
@@ -637,18 +639,19 @@ def _weigh(update: Update) -> float:
 
 def _mark_entries(entries: Array, tensor: Tensor) -> None:
     if isinstance(tensor, SparseTensor):
-        entries[tensor.indices] = True
+        entries[tensor.indices[tensor.values != 0]] = True
     else:
         entries |= np.asarray(tensor).reshape(-1) != 0
 
 
-def _choose_codec(displacement: Mapping[str, Array], nonzero: Mapping[str, Array]) -> str:
-    """Returns the codec of a merged sparse update that loses nothing: all entries that any board sent."""
-    shares = [float(np.count_nonzero(entries)) / max(1, entries.size) for entries in nonzero.values()]
-    share = max(shares, default=1.0)
-    if share >= SPARSE_SHARE or len(nonzero) < len(displacement):
-        return "dense"
-    return f"topk:{min(1.0, math.ceil(share * 1e6 + 1) / 1e6):.6f}"
+def _choose_codec(nonzero: Mapping[str, Array]) -> str:
+    """Returns the codec of merged sparse updates that loses nothing: of each tensor the entries that any board sent."""
+    layers = ["dense"]
+    for name, entries in nonzero.items():
+        share = float(np.count_nonzero(entries)) / max(1, entries.size)
+        if share < SPARSE_SHARE and not set(name) & _NOT_IN_PATTERNS:
+            layers.append(f"{name} = topk:{math.ceil(share * 1e6 + 1) / 1e6:.6f}")
+    return "; ".join(layers)
 
 
 def _combine_metrics(updates: Sequence[Update], plan: TrainConfig) -> Json:

@@ -1,0 +1,91 @@
+"""Site gateways as processes: two sites give the flat fleet's model, whatever is killed or lost meanwhile."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from site_fleet import SiteFleet
+
+from edgefl.core.errors import RunFailedError
+from edgefl.storage.checkpoints import load_model_file
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
+ROUNDS = 4
+SITES = ("site-1", "site-2")
+
+
+def load_result(tools, fleet, run_id):
+    fleet.wait_for_run(run_id)
+    return load_model_file(fleet.get_model_path(tools.run(fleet, run_id)["model"]))
+
+
+def list_boards(tools, fleet, run_id):
+    """The boards behind the used updates, by round and gateway."""
+    return {
+        (row["round"], row["device_id"]): [share["board"] for share in row["metrics"]["boards"]]
+        for row in tools.used(fleet, run_id)
+    }
+
+
+def make_run(tools, gate, **more):
+    run = tools.gated_run(gate, rounds=ROUNDS, seed=5, iterations=3, **more)
+    return replace(run, guard=replace(run.guard, enabled=False, max_weight_ratio=0.0))
+
+
+def in_the_middle(tools, fleet, gate, *names):
+    pids = {fleet.processes[name].pid for name in names}
+    tools.eventually(lambda: pids <= gate.entered(), what="all boards are in an iteration")
+
+
+def test_two_sites_equal_the_flat_fleet_through_kills_and_a_lost_uplink(tools, tmp_path):
+    boards = tools.devices(4, tools.gated)
+    names = [board.name for board in boards]
+    gate, sites = tools.gate(tmp_path / "gate"), {SITES[0]: boards[:2], SITES[1]: boards[2:]}
+    with tools.fleet(tmp_path / "sites", [], kind=SiteFleet, sites=sites) as fleet:
+        run_id = fleet.submit(make_run(tools, gate))
+        in_the_middle(tools, fleet, gate, *names)
+        # The uplink is gone, and one gateway dies and comes back, while the boards work on. The answers wait on disk.
+        fleet.kill("coordinator")
+        fleet.kill(SITES[0])
+        fleet.gateways[SITES[0]].start()
+        gate.open()
+        rounds = [gateway.root / "site" / "site-rounds" for gateway in fleet.gateways.values()]
+        tools.eventually(lambda: [*rounds[1].rglob("reply")], what="the answer of the other site is on disk")
+        fleet.kill(SITES[1])
+        fleet.start_coordinator()
+        fleet.gateways[SITES[1]].start()
+        model = load_result(tools, fleet, run_id)
+        rows = tools.used(fleet, run_id)
+        assert len({row["assignment_id"] for row in rows}) == len(rows) == ROUNDS * len(SITES)
+        assert list_boards(tools, fleet, run_id) == {
+            (number, site): [board.name for board in sites[site]]
+            for number in range(1, ROUNDS + 1)
+            for site in SITES
+        }
+        check_killed_board(tools, fleet, names)
+        check_refusal(tools, fleet)
+    with tools.fleet(tmp_path / "flat", boards) as flat:
+        expected = load_result(tools, flat, flat.submit(make_run(tools, gate)))
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(model[name], tensor, rtol=0, atol=1e-6)
+
+
+def check_killed_board(tools, fleet, names):
+    """A board that is killed in the middle is back in a later round, or in the same; the run goes on."""
+    gate = tools.gate(fleet.root / "second-gate")
+    run_id = fleet.submit(make_run(tools, gate))
+    in_the_middle(tools, fleet, gate, *names)
+    fleet.kill(names[0])
+    gate.open()
+    fleet.start_device(names[0])
+    fleet.wait_for_run(run_id)
+    shown = list_boards(tools, fleet, run_id)
+    assert len(shown) == ROUNDS * len(SITES)
+    assert all(names[1] in shown[number, SITES[0]] for number in range(1, ROUNDS + 1))
+
+
+def check_refusal(tools, fleet):
+    """A run that needs the update of each board does not begin, and says why."""
+    run = tools.gated_run(rounds=1, strategy={"name": "coordinate-median"})
+    with pytest.raises(RunFailedError, match="it is a site gateway, which answers with the mean of its boards"):
+        fleet.wait_for_run(fleet.submit(run))
