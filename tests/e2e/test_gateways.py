@@ -34,7 +34,7 @@ def make_run(tools, gate, **more):
 
 def in_the_middle(tools, fleet, gate, *names):
     pids = {fleet.processes[name].pid for name in names}
-    tools.eventually(lambda: pids <= gate.entered(), what="all boards are in an iteration")
+    tools.eventually(lambda: pids <= gate.entered(), 180.0, what="all boards are in an iteration")
 
 
 def test_two_sites_equal_the_flat_fleet_through_kills_and_a_lost_uplink(tools, tmp_path):
@@ -50,7 +50,7 @@ def test_two_sites_equal_the_flat_fleet_through_kills_and_a_lost_uplink(tools, t
         fleet.gateways[SITES[0]].start()
         gate.open()
         rounds = [gateway.root / "site" / "site-rounds" for gateway in fleet.gateways.values()]
-        tools.eventually(lambda: [*rounds[1].rglob("reply")], what="the answer of the other site is on disk")
+        tools.eventually(lambda: [*rounds[1].rglob("reply")], 180.0, what="the answer of the other site is on disk")
         fleet.kill(SITES[1])
         fleet.start_coordinator()
         fleet.gateways[SITES[1]].start()
@@ -58,9 +58,7 @@ def test_two_sites_equal_the_flat_fleet_through_kills_and_a_lost_uplink(tools, t
         rows = tools.used(fleet, run_id)
         assert len({row["assignment_id"] for row in rows}) == len(rows) == ROUNDS * len(SITES)
         assert list_boards(tools, fleet, run_id) == {
-            (number, site): [board.name for board in sites[site]]
-            for number in range(1, ROUNDS + 1)
-            for site in SITES
+            (number, site): [board.name for board in sites[site]] for number in range(1, ROUNDS + 1) for site in SITES
         }
         check_killed_board(tools, fleet, names)
         check_refusal(tools, fleet)

@@ -69,6 +69,12 @@ def command() -> None:
 @make_broker_option("--broker")
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
 @signers_option
+@click.option(
+    "--confine",
+    type=click.Choice(["auto", "never"]),
+    envvar="EDGEFL_CONFINE",
+    help="never loads tasks that are not built in, to know their model; auto refuses their runs; kept [default: auto].",
+)
 @allow_module_option
 def start(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path | None,
@@ -82,6 +88,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     broker: str,
     broker_port: int,
     signers: Path,
+    confine: str | None,
 ) -> None:
     """Run the gateway until SIGTERM or Ctrl-C; at the first start it joins the coordinator upstream."""
     from edgefl.coordinator.directory import StartOptions, init_directory  # noqa: PLC0415 fast start
@@ -104,6 +111,8 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     options = StartOptions(host=host, port=directory.port, broker=broker, broker_port=broker_port)
     coordinator = Coordinator(directory, options, partial(build_run, bases=directory.bases))
     with state.lock():
+        if confine is not None:
+            state.update(confine=confine)
         run_gateway(coordinator, directory, state, load_update_config(signers))
 
 

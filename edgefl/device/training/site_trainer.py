@@ -39,6 +39,10 @@ NO_SUMS = (
     "it is a site gateway, which answers with the mean of its boards' updates, and this run needs the update of each "
     "board; runs with fedavg or fedprox, without [privacy], [split], strategy.seconds and selection by utility do not"
 )
+NOT_BUILT_IN = (
+    "the gateway loads no task that is not built in; edgefl gateway start --confine never does, with the --allow-module "
+    "of its package"
+)
 
 
 class Site(Protocol):
@@ -90,8 +94,8 @@ class SiteTrainer(ConfiningTrainer):
             return self._check_phase(header, body), b""
         try:
             reply, result = self._execute(header, body, self._relay)
-        except ExtensionRefusedError as error:
-            return make_refusal(header, str(error)), b""
+        except ExtensionRefusedError:
+            return make_refusal(header, NOT_BUILT_IN), b""
         return self._add_traffic(reply), result
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
@@ -99,8 +103,8 @@ class SiteTrainer(ConfiningTrainer):
             return refusal, b""
         try:
             return self._execute(header, body, self._relay_evaluation)
-        except ExtensionRefusedError as error:
-            return make_refusal(header, str(error)), b""
+        except ExtensionRefusedError:
+            return make_refusal(header, NOT_BUILT_IN), b""
 
     def finish_early(self, assignment_id: str) -> None:
         super().finish_early(assignment_id)
@@ -150,6 +154,8 @@ class SiteTrainer(ConfiningTrainer):
                     self._readiness.prefetch(header, task, body)
                 else:
                     self._check_eligible(header, task)
+        except ExtensionRefusedError:
+            return {**reply, "ready": False, "reason": NOT_BUILT_IN}
         except Exception as error:  # the boundary of one request: the gateway must survive for the next
             self._check_aborted()
             is_known = isinstance(error, EdgeflError)

@@ -126,3 +126,19 @@ def test_a_model_comes_where_it_was_asked_for_and_only_there() -> None:
         parse_peer_messages(order(node(reports=True)), *answer(("pi-1", "pi-2")))
     with pytest.raises(ValueError, match="more than messages"):
         parse_peer_messages(order(node()), *answer(("pi-1", "pi-2"), rest=b"model"))
+
+
+def test_the_boards_behind_a_gateway_are_bounded_and_what_makes_no_sense_is_left_out():
+    share = {"board": "pi-1", "num_examples": 3, "loss": None, "compute_s": 0.5}
+    bad = [
+        {"board": ""}, {"board": "x" * 64}, {"board": 7}, {"num_examples": -1}, {"num_examples": True},
+        {"num_examples": 2.0}, {"num_examples": 2**60}, {"compute_s": None}, {"compute_s": -1.0},
+        {"compute_s": float("inf")},
+    ]  # fmt: skip
+    rows = [share, "text", None, *({**share, **change} for change in bad)]
+    assert list(metrics(site=rows).boards) == [share]
+    assert len(metrics(site=[share] * 300).boards) == 256
+    assert metrics(site=[{**share, "board": "a\x1b[2J", "loss": "x"}]).boards[0]["loss"] is None
+    assert "\x1b" not in metrics(site=[{**share, "board": "a\x1b[2J"}]).boards[0]["board"]
+    for nothing in (None, {}, "pi-1", 3):
+        assert list(metrics(site=nothing).boards) == []

@@ -80,3 +80,22 @@ def test_what_needs_whole_updates_is_refused_where_devices_send_slices(
     run = {"run": {"task": "digits", "rounds": 1}, "strategy": {"name": "redundant", "copies": "slices"}}
     with pytest.raises((ConfigError, CodecError), match=message):
         build_run(parse_run({**run, "guard": {"enabled": False}, **sections}), "r")
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_permitted"),
+    [
+        ({"strategy": {"name": "fedavg"}}, True),
+        ({"strategy": {"name": "fedprox"}, "server": {"optimizer": "adam"}, "compression": {"up": "ef|topk:0.1"}}, True),
+        ({"strategy": {"name": "fedavg", "seconds": 1.0}}, False),
+        ({"strategy": {"name": "fedavg"}, "selection": {"rule": "utility"}, "devices": {"count": 2}}, False),
+        ({"strategy": {"name": "fednova"}}, False),
+        ({"strategy": {"name": "ssgd"}}, False),
+        ({"strategy": {"name": "scaffold"}}, False),
+        ({"strategy": {"name": "coordinate-median"}}, False),
+        ({"strategy": {"name": "fedasync"}}, False),
+    ],
+)
+def test_only_a_mean_weighted_by_examples_may_be_taken_at_a_site(tables: dict[str, Any], is_permitted: bool) -> None:
+    run = build_run(parse_run({"run": {"task": "digits", "rounds": 1}, **tables}), "r")
+    assert run.header.get("partial_sums", False) is is_permitted
