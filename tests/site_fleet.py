@@ -12,6 +12,9 @@ from typing import Self
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
 
+TIMEOUT_S = 300.0
+"""Two gateways and their boards start at the same time, on machines with few cores."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SiteGateway:
@@ -100,9 +103,9 @@ class SiteFleet(LocalFleet):
             for name, boards in self.sites.items():
                 self.add_gateway(name, boards)
             for gateway in self.gateways.values():
-                self._wait_until(gateway.is_answering, f"gateway {gateway.name} to answer")
+                self._wait_until(gateway.is_answering, f"gateway {gateway.name} to answer", TIMEOUT_S)
                 gateway.join_boards()
-                self._wait_until(gateway.has_boards, f"the boards of {gateway.name}")
+                self._wait_until(gateway.has_boards, f"the boards of {gateway.name}", TIMEOUT_S)
             self.wait_for_sites()
         except BaseException:
             self.stop()
@@ -121,7 +124,7 @@ class SiteFleet(LocalFleet):
         def are_known() -> bool:
             return all(self._read_site(name).get("online") == len(boards) for name, boards in self.sites.items())
 
-        self._wait_until(are_known, "the sites' boards to be known upstream")
+        self._wait_until(are_known, "the sites' boards to be known upstream", TIMEOUT_S)
 
     def _read_site(self, name: str) -> dict[str, int]:
         site: dict[str, int] = self.make_client().get(f"/edgefl/v1/devices/{name}")["capabilities"].get("site", {})

@@ -73,7 +73,7 @@ def command() -> None:
     "--confine",
     type=click.Choice(["auto", "never"]),
     envvar="EDGEFL_CONFINE",
-    help="never loads tasks that are not built in, to know their model; auto refuses their runs; kept [default: auto].",
+    help="never loads tasks that are not built in, to know their model; auto refuses such runs [default: as before].",
 )
 @allow_module_option
 def start(  # noqa: PLR0913, PLR0917 one argument per option

@@ -645,7 +645,7 @@ def _mark_entries(entries: Array, tensor: Tensor) -> None:
 
 
 def _choose_codec(nonzero: Mapping[str, Array]) -> str:
-    """Returns the codec of merged sparse updates that loses nothing: of each tensor the entries that any board sent."""
+    """Returns the codec of merged sparse updates that loses nothing: it keeps the entries that any board sent."""
     layers = ["dense"]
     for name, entries in nonzero.items():
         share = float(np.count_nonzero(entries)) / max(1, entries.size)

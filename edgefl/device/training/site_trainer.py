@@ -40,8 +40,8 @@ NO_SUMS = (
     "board; runs with fedavg or fedprox, without [privacy], [split], strategy.seconds and selection by utility do not"
 )
 NOT_BUILT_IN = (
-    "the gateway loads no task that is not built in; edgefl gateway start --confine never does, with the --allow-module "
-    "of its package"
+    "the gateway loads no task that is not built in; edgefl gateway start --confine never does, with the "
+    "--allow-module of its package"
 )
 
 
