@@ -331,6 +331,7 @@ class SiteRounds:
             decode=lambda content: decode_body(content, task.spec),
             metrics=task.metrics,
             needs_torch=task.needs_torch,
+            max_weight_ratio=0.0,  # upstream bounds what the site weighs
         )
         fleet = LiveFleet(
             run=run,
