@@ -58,9 +58,10 @@ class LinkedFleet(LocalFleet):
     """A fleet whose coordinator listens on loopback alone: devices reach it through their links."""
 
     def start_coordinator(self) -> None:
+        shards = [word for task, path in self.test_shards.items() for word in ("--test-shard", f"{task}={path}")]
         self._start_process(
             COORDINATOR, self.program, "coordinator", "start", "--dir", str(self.directory), "--host", LOOPBACK,
-            "--broker", self.broker, "--broker-port", str(self.broker_port),
+            "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
         )  # fmt: skip
         self._wait_until(self._is_answering, "the coordinator to answer")
 

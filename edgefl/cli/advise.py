@@ -1,15 +1,33 @@
-"""`edgefl advise`: what settings of a run would come to, before any board is asked."""
+"""`edgefl advise`: which settings suit a run, and what they would come to, before any board is asked."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, format_option, print_rows
-from edgefl.cli.sources import NumberRange
-from edgefl.core.errors import UsageError
+from edgefl.cli.experiments import (
+    apply_options,
+    check_options,
+    list_shards,
+    silence_recorder,
+    test_option,
+    use_one_thread,
+)
+from edgefl.cli.output import JSON_VERSION, FullHelpGroup, echo, format_option, print_json, print_rows
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, NumberRange, allow_module_option, source_options
+from edgefl.core.errors import RunFailedError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.client.sources import Source
+    from edgefl.simulation.advice.advice import Advice, Quantity
+    from edgefl.simulation.sweep import SweepOutcome
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("rounds", "noise", "epsilon", "noise_of_mean", "norm_of_noise")
 ROUNDS_SHARES = (0.1, 0.25, 0.5, 1.0)
@@ -18,7 +36,160 @@ ROUNDS_SHARES = (0.1, 0.25, 0.5, 1.0)
 
 @click.group("advise", cls=FullHelpGroup)
 def command() -> None:
-    """Say what settings come to, before any board is asked."""
+    """Say which settings suit a run and its boards, and what they come to, before any board is asked."""
+
+
+def _parse_budgets(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> dict[Quantity, float]:
+    """Returns most seconds, bytes or joules, by quantity."""
+    from edgefl.simulation.advice.advice import QUANTITIES  # noqa: PLC0415 fast start
+
+    budgets: dict[Quantity, float] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not separator or name not in QUANTITIES or not 0 < number < math.inf:
+            raise UsageError(
+                f"--budget must be time, bytes or energy, =, and a number above 0, such as time=600, got "
+                f"{text!r:.100}"
+            )
+        if name in budgets:
+            raise UsageError(f"--budget {name} is given twice; give it once")
+        budgets[name] = number
+    return budgets
+
+
+@command.command("run")
+@click.argument("file", type=FILE_TYPE)
+@click.option(
+    "--goal", help="What to reach, such as 'accuracy >= 0.9' [default: the run file's, else what it comes to]."
+)
+@click.option(
+    "--minimise",
+    type=click.Choice(["time", "bytes", "energy"]),
+    default="time",
+    show_default=True,
+    help="What counts.",
+)
+@click.option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    callback=_parse_budgets,
+    metavar="time=S|bytes=N|energy=J",
+    help="Most that the run may take; may be repeated.",
+)
+@click.option(
+    "--measured", is_flag=True, help="For the boards of the fleet, as its history measured them; see --url and --dir."
+)
+@click.option("--devices", type=click.IntRange(1, 10_000), help="How many boards [default: the run file's].")
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME[:COUNT]|FILE.toml",
+    help="Kind of board; may be repeated, and is given round and round.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data to train on; digits needs none.")
+@click.option(
+    "--shards", multiple=True, type=click.Path(path_type=Path), help="Data of your own in place of a cut data set."
+)
+@click.option("--scheme", help="How the data is cut, as of `edgefl simulate`.")
+@test_option
+@click.option("--seconds", type=NumberRange(1, 86_400), default=60, show_default=True, help="That it may take.")
+@click.option(
+    "--jobs", "num_jobs", type=click.IntRange(1, 256), help="Simulations side by side [default: one for each core]."
+)
+@click.option("--write", "out", type=FILE_TYPE, help="Write the recommended run file, with the reasons.")
+@click.option("--force", is_flag=True, help="Replace the file of --write.")
+@click.option(
+    "--simulations",
+    "root",
+    type=FOLDER_TYPE,
+    help="Where simulated runs are kept; the same ones are not run again "
+    "[default: ~/.local/share/edgefl/simulations/advice].",
+)
+@source_options
+@allow_module_option
+@format_option
+def advise_run(  # noqa: PLR0913 the options of one command
+    *,
+    file: Path,
+    measured: bool,
+    shards: tuple[Path, ...],
+    test: Path | None,
+    out: Path | None,
+    force: bool,
+    root: Path | None,
+    source: Source,
+    fmt: str,
+    **options: Any,
+) -> None:
+    """Say which strategy, codec and local work suit the run of FILE (TOML) and its boards, and why.
+
+    All combinations are ranked by arithmetic and the best dozen simulated, with real training on data of this
+    machine. Nothing is fetched from the boards. Exit code 41 where no candidate reaches the goal.
+    """
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"--write {out} exists; name another file, or add --force")
+    if measured and (shards or options["devices"] is not None or options["profiles"]):
+        raise UsageError("--measured says which boards there are; --devices, --profile and --shards describe others")
+    is_cut = any(options[name] is not None for name in ("devices", "data", "scheme"))
+    check_options(shards, is_cut=is_cut, has_test=test is not None, reference=False, trains=True)
+    use_one_thread()
+    from edgefl.client.advice import advise  # noqa: PLC0415 fast start
+    from edgefl.core.config import load_run  # noqa: PLC0415 likewise
+
+    config = apply_options(load_run(file), test, None, None, None, None)
+    devices = list_shards(shards) or options.pop("devices")
+    options.pop("devices", None)
+    with silence_recorder():
+        advice = advise(config, source if measured else None, devices=devices, root=root, on_end=_log_end, **options)
+    _print_advice(advice, fmt)
+    if advice.best is None:
+        raise RunFailedError("no candidate reached the goal within the budgets")
+    if out is not None:
+        _write_run_file(advice, file, out)
+
+
+def _log_end(outcome: SweepOutcome) -> None:
+    log.info("%s, %s: %s", outcome.run.config.strategy.name, outcome.run.config.compression.up, outcome.reason)
+
+
+def _print_advice(advice: Advice, fmt: str) -> None:
+    from edgefl.simulation.advice.explanation import COLUMNS, make_report  # noqa: PLC0415 fast start
+
+    report = make_report(advice)
+    if fmt == "json":
+        print_json({**report, "v": JSON_VERSION, "kind": "advice"})
+        return
+    hidden = {"joules"} if all(row["joules"] is None for row in report["rows"]) else set()
+    columns = [name for name in COLUMNS if name not in hidden]
+    title = f"{len(advice.fleet.names)} boards, {report['goal']}, least {report['minimise']} first"
+    print_rows(report["rows"], columns, fmt, title=title, kind="advice")
+    if fmt != "table":
+        return
+    for line in report["sentences"]:
+        echo(line)
+    for line in report["limits"]:
+        echo(f"not tried: {line}" if line in advice.left_out else f"note: {line}")
+
+
+def _write_run_file(advice: Advice, file: Path, out: Path) -> None:
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+    from edgefl.simulation.advice.explanation import format_run_file  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import make_store_error, write_atomic  # noqa: PLC0415 likewise
+
+    text = format_run_file(advice, load_run(file), stamp=f"edgefl advise run {file.name}")
+    try:
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise make_store_error(out, error) from None
+    echo(f"written: {out}; start it: edgefl run submit {out}", err=True)
 
 
 @command.command()

@@ -85,6 +85,7 @@ _TABLE_COLUMNS = {
 }  # fmt: skip
 _OPTIONAL_COLUMNS = frozenset({"metrics", "paced_s"})
 """Columns that a table shows only where known: few devices have a temperature limit, few tasks metrics."""
+_JOULE_COLUMNS = frozenset({"predicted_j", "joules", "joules_error"})
 _DERIVED_COLUMNS = {"rounds": ("disagreement",)}
 _KINDS_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in PLOT_KINDS.items())
 
@@ -120,6 +121,21 @@ def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None
         print_json(diagnosis)
     else:
         click.echo(format_value("", diagnosis["sentence"]))
+
+
+@command.command("advice")
+@source_options
+@format_option
+def advice_(*, source: Source, fmt: str) -> None:
+    """Compare what `edgefl advise run` predicted of runs with what became of them.
+
+    An error of 0.1 says that the run took a tenth more than predicted. From three finished runs of a task on, their
+    medians correct the next advice.
+    """
+    from edgefl.client.advice import ERROR_COLUMNS, read_errors  # noqa: PLC0415 fast start
+
+    rows = read_errors(source)
+    print_rows(rows, select_known_columns(rows, ERROR_COLUMNS, _JOULE_COLUMNS), fmt, kind="advice-errors")
 
 
 @command.command()

@@ -15,7 +15,7 @@ from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_
 from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 
 COMMANDS = {
-    "advise": ("edgefl.cli.advise:command", "Say what settings come to: the noise for a privacy budget"),
+    "advise": ("edgefl.cli.advise:command", "Say which settings suit a run and its boards, and what they come to"),
     "alerts": ("edgefl.cli.fleet.alerts:command", "Try whether the coordinator's alerts arrive"),
     "audit": ("edgefl.cli.audit:command", "Try to refute what a run promises: its differential privacy"),
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
@@ -96,6 +96,7 @@ THEMES = {
     "Shell": ("completion",),
 }
 EXAMPLES = {
+    "advise run": "advise run run.toml --goal 'accuracy >= 0.9' --measured --write advised.toml",
     "advise privacy": "advise privacy --epsilon 8 --delta 1e-5 --rounds 100 --boards 1000 --sampling 0.1",
     "alerts test": "alerts test",
     "audit privacy": "audit privacy run.toml --devices 20 --canaries 200",
@@ -165,6 +166,7 @@ EXAMPLES = {
     "gateway start": "gateway start --upstream coordinator.local:8000 --token-file token --name site-1",
     "gateway token": "gateway token --uses 20",
     "history accuracy": "history accuracy --run latest",
+    "history advice": "history advice",
     "history audit": "history audit --since 1d",
     "history devices": "history devices --run latest",
     "history dropouts": "history dropouts --since 7d",

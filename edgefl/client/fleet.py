@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from edgefl.core.config import RunConfig
     from edgefl.core.types import Array, Inputs, Json, Task
     from edgefl.history.tables import Table
+    from edgefl.simulation.advice.advice import Advice
     from edgefl.storage.queries.columns import HistoryFilters
     from edgefl.tasks.export.model_export import OnnxExportable
 
@@ -186,6 +187,21 @@ class Fleet:
     def run(self, name: str = "latest") -> Run:
         """Returns a run by its id, the beginning of it, its name, or `latest`; raises `NotFoundError` without one."""
         return Run(self, self.source.find_run(name).run_id)
+
+    def advise(self, config: RunConfig | Mapping[str, Any] | str | Path, **options: Any) -> Advice:
+        """Returns which strategy, codec and local work suit a run on these boards, as their history measured them.
+
+        Args:
+            config: a run file, its tables, or the result of `config.load_run`.
+            **options: `goal`, `minimise`, `budgets`, `seconds`, `num_jobs`, `data`, `scheme` and `root`, as of
+                `edgefl.client.advice.advise`.
+
+        Raises:
+            DataError: no board has trained the task yet.
+        """
+        from edgefl.client.advice import advise  # noqa: PLC0415 fast start
+
+        return advise(config, self.source, **options)
 
     def submit(self, config: RunConfig | Mapping[str, Any] | str | Path, *, priority: int = 0) -> Run:
         """Queues a run and returns it.

@@ -621,6 +621,26 @@ class SelectionSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceSection:
+    """What `edgefl advise run` predicted of the run whose file it wrote; it changes nothing.
+
+    `edgefl history advice` compares it with what became of the run.
+
+    Attributes:
+        seconds: from the first instruction to the last closed round.
+        rounds: that are closed.
+        bytes_up, bytes_down: of updates and models.
+        joules: of all devices while they compute; not given where the power of one is unknown.
+    """
+
+    seconds: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1e12})
+    rounds: int | None = field(default=None, metadata={"at_least": 0})
+    bytes_up: int | None = field(default=None, metadata={"at_least": 0})
+    bytes_down: int | None = field(default=None, metadata={"at_least": 0})
+    joules: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1e15})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run file. `task` holds the options of the task that `run.task` names, which is the job's name in a job.
 
@@ -644,6 +664,7 @@ class RunConfig:
     conditions: RunConditions = field(default_factory=RunConditions)
     selection: SelectionSection = field(default_factory=SelectionSection)
     simulation: SimulationSection = field(default_factory=SimulationSection)
+    advice: AdviceSection = field(default_factory=AdviceSection)
 
     def __post_init__(self) -> None:
         if self.run.min_updates and self.devices.count and self.run.min_updates > self.devices.count:
@@ -675,6 +696,7 @@ class RunConfig:
             **({"conditions": conditions} if (conditions := self.conditions.to_json()) else {}),
             **({"selection": asdict(self.selection)} if self.selection.rule != "uniform" else {}),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
+            **({"advice": asdict(self.advice)} if self.advice != AdviceSection() else {}),
         }
         sections["job"].pop("options")
         if self.job.name:

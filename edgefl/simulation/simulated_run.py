@@ -714,10 +714,16 @@ def make_backend(
         )
     workers = section.workers
     if workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         waves = config.run.rounds or DEFAULT_EXPECTED_ROUNDS
-        return AutoBackend(in_process, trainer, start_pool, num_cores=cores, expected_rounds=waves, clock=clock)
+        return AutoBackend(
+            in_process, trainer, start_pool, num_cores=count_cores(), expected_rounds=waves, clock=clock
+        )
     return start_pool(workers) if workers else in_process
+
+
+def count_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def make_capabilities(profile: DeviceProfile) -> Json:

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from edgefl import __version__
 from edgefl.core.config import INDIFFERENT_SETTINGS, MAX_NAME_CHARS, RunConfig, load_run
@@ -52,6 +52,7 @@ LOCK_NAME = "sweep.lock"
 _RESERVED_SETTINGS = {"run.seed": "--seeds varies it", "run.name": "each run's name has its settings"}
 _DECIDING_SETTINGS = frozenset({"run.task", "strategy.name", "strategy.preset"})
 """Settings on which it depends what others there are."""
+OUT_OF_TIME = "the time was over before it ended"
 _BRACKETS = frozenset("[]{}")
 _OTHER_CHARACTERS = re.compile(r"[^\w .,:+#=@()~-]")
 """Characters that a run's name cannot have."""
@@ -101,6 +102,15 @@ class SweepOutcome:
     is_finished: bool
     reason: str
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTotals:
+    """What a run came to: its row of `edgefl history runs`, those of its devices, and of its closed rounds."""
+
+    run: Mapping[str, Any] = field(default_factory=dict)
+    devices: Sequence[Mapping[str, Any]] = ()
+    rounds: Sequence[Mapping[str, Any]] = ()
 
 
 def parse_values(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -213,27 +223,49 @@ def plan_sweep(  # noqa: PLR0913 those of `simulate`
     faults.check()
     shards = () if devices is None or isinstance(devices, int) else tuple(str(path.absolute()) for path in devices)
     hash_once = cache(_hash_file)  # a run is what its files were now
-    runs: list[SweepRun] = []
-    for combination, (config, goal) in zip(combinations, checked, strict=True):
-        files = {path: hash_once(path) for path in _list_files(config)}
-        for seed in range(config.run.seed, config.run.seed + num_seeds):
-            run_config = _make_config(config, name, combination, seed)
-            settings = run_config.to_json()
-            for setting in INDIFFERENT_SETTINGS:
-                settings["simulation"].pop(setting, None)
-            text = json.dumps([__version__, settings, shards, bookkeeping_only, [*files.values()]], sort_keys=True)
-            run = SweepRun(
-                run_id=f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
-                files=files,
-                values=combination,
-                seed=seed,
-                config=run_config,
-                shards=shards,
-                bookkeeping_only=bookkeeping_only,
-                goal=goal,
-            )
-            runs.append(run)
-    return runs
+    return [
+        make_sweep_run(
+            _make_config(config, name, combination, seed),
+            goal,
+            values=combination,
+            shards=shards,
+            bookkeeping_only=bookkeeping_only,
+            hash_file=hash_once,
+        )
+        for combination, (config, goal) in zip(combinations, checked, strict=True)
+        for seed in range(config.run.seed, config.run.seed + num_seeds)
+    ]
+
+
+def make_sweep_run(
+    config: RunConfig,
+    goal: MetricGoal | None,
+    *,
+    values: Mapping[str, Any],
+    shards: Sequence[str] = (),
+    bookkeeping_only: bool = False,
+    hash_file: Callable[[str], str] | None = None,
+) -> SweepRun:
+    """Returns one run of checked settings, with the id that follows from them; the arguments are its attributes.
+
+    Raises:
+        ConfigError: a file that the settings name cannot be read.
+    """
+    files = {path: (hash_file or _hash_file)(path) for path in _list_files(config)}
+    settings = config.to_json()
+    for setting in INDIFFERENT_SETTINGS:
+        settings["simulation"].pop(setting, None)
+    text = json.dumps([__version__, settings, shards, bookkeeping_only, [*files.values()]], sort_keys=True)
+    return SweepRun(
+        run_id=f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        files=files,
+        values=values,
+        seed=config.run.seed,
+        config=config,
+        shards=tuple(shards),
+        bookkeeping_only=bookkeeping_only,
+        goal=goal,
+    )
 
 
 def _find_faults(check: Callable[[Mapping[str, Any]], object], combination: Mapping[str, Any]) -> list[str]:
@@ -327,13 +359,15 @@ def _hash_file(path: str) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def run_sweep(
+def run_sweep(  # noqa: PLR0913 the last five by name
     runs: Sequence[SweepRun],
     root: Path,
     *,
     num_jobs: int = 1,
     retry_failed: bool = False,
     on_end: Callable[[SweepOutcome], None] = lambda _: None,
+    timeout_s: float | None = None,
+    workers: SweepWorkers | None = None,
 ) -> list[SweepOutcome]:
     """Simulates those runs that the store does not have to their end, and returns how all of them ended, in order.
 
@@ -343,6 +377,9 @@ def run_sweep(
         num_jobs: how many run side by side.
         retry_failed: runs that failed, once more.
         on_end: called as runs end, first with those of an earlier start.
+        timeout_s: seconds after which those that have not ended are stopped, and count as not finished; they run in
+            processes of their own then. No limit when None.
+        workers: processes that are there already, in place of `num_jobs` that start for this sweep.
 
     Raises:
         StoreError: the history cannot be written, or another sweep works in the folder.
@@ -366,7 +403,8 @@ def run_sweep(
             on_end(outcome)
         pending = [run for run_id, run in run_ids.items() if run_id not in outcomes]
         try:
-            for run, error, status in _simulate_all(pending, root, min(num_jobs, len(pending))):
+            num_jobs = min(num_jobs, len(pending))
+            for run, error, status in _simulate_all(pending, root, num_jobs, timeout_s, workers):
                 _mark_interrupted(store, [run.run_id], error, status)
                 record = _find_records(store, [run.run_id]).get(run.run_id)
                 outcome = SweepOutcome(run=run, is_finished=False, reason=error)
@@ -377,7 +415,24 @@ def run_sweep(
         except BaseException:
             _mark_interrupted(store, run_ids, "the sweep was stopped")
             raise
-    return [outcomes[run.run_id] for run in runs]
+        _mark_interrupted(store, run_ids, OUT_OF_TIME)
+    return [outcomes.get(run.run_id) or SweepOutcome(run=run, is_finished=False, reason=OUT_OF_TIME) for run in runs]
+
+
+def read_totals(root: Path, outcomes: Sequence[SweepOutcome]) -> list[RunTotals]:
+    """Returns the totals of runs; empty ones of a run that is not in the store."""
+    with Store.open(root / DATABASE_NAME, read_only=True) as store:
+        records = _find_records(store, [outcome.run.run_id for outcome in outcomes])
+        found = [records.get(outcome.run.run_id) for outcome in outcomes]
+        return [RunTotals() if record is None else _read_totals(store, record.run_id) for record in found]
+
+
+def _read_totals(store: Store, run_id: str) -> RunTotals:
+    return RunTotals(
+        run=read_history(store, "runs", run=run_id)[0],
+        devices=read_history(store, "devices", run=run_id),
+        rounds=[row for row in read_history(store, "rounds", run=run_id) if row["closed_at"] is not None],
+    )
 
 
 def _list_records(store: Store, run_ids: Collection[str]) -> list[RunRecord]:
@@ -415,34 +470,32 @@ def _read_outcome(store: Store, run: SweepRun, record: RunRecord) -> SweepOutcom
     )
 
 
-def _simulate_all(runs: Sequence[SweepRun], root: Path, num_jobs: int) -> Iterator[tuple[SweepRun, str, RunStatus]]:
-    """Yields runs as they end, each with its error, empty for one that did not fail, and what that makes of it."""
-    if num_jobs <= 1:
+def _simulate_all(
+    runs: Sequence[SweepRun], root: Path, num_jobs: int, timeout_s: float | None, shared: SweepWorkers | None
+) -> Iterator[tuple[SweepRun, str, RunStatus]]:
+    """Yields runs as they end, each with its error, empty for one that did not fail, and what that makes of it.
+
+    With a timeout those that have not ended by then are left out.
+    """
+    if not runs:
+        return
+    if shared is None and num_jobs <= 1 and timeout_s is None:
         for run in runs:
             yield run, _simulate_one(run.to_request(root)), RunStatus.FAILED
         return
-    workers = [_Worker() for _ in range(num_jobs)]
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
-
-    def simulate_there(run: SweepRun) -> tuple[SweepRun, str, RunStatus]:
-        worker = idle.get()
+    with contextlib.ExitStack() as stack:
+        workers = shared or stack.enter_context(SweepWorkers(num_jobs))
+        pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
+        futures = [pool.submit(workers.simulate, run, root) for run in runs]
         try:
-            return run, *worker.simulate(run.to_request(root))
-        finally:
-            idle.put(worker)
-
-    with ThreadPoolExecutor(num_jobs) as pool:
-        futures = [pool.submit(simulate_there, run) for run in runs]
-        try:
-            for future in as_completed(futures):
+            for future in as_completed(futures, timeout=timeout_s):
                 yield future.result()
+        except TimeoutError:
+            log.info("%d of %d runs have ended", sum(future.done() for future in futures), len(runs))
         finally:
             for future in futures:
                 future.cancel()
-            for worker in workers:
-                worker.close()
+            workers.stop_runs()
 
 
 def _simulate_one(request: Json) -> str:
@@ -470,21 +523,57 @@ def _simulate_one(request: Json) -> str:
     return ""
 
 
+class SweepWorkers:
+    """Processes that simulate runs, for one sweep or several; each starts with its first run."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self._workers = [_Worker() for _ in range(max(1, num_jobs))]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def simulate(self, run: SweepRun, root: Path) -> tuple[SweepRun, str, RunStatus]:
+        """Simulates a run in an idle process, of which there is one for each thread that calls this."""
+        worker = self._idle.get()
+        try:
+            return run, *worker.simulate(run.to_request(root))
+        finally:
+            self._idle.put(worker)
+
+    def stop_runs(self) -> None:
+        """Ends processes in the middle of a run."""
+        for worker in self._workers:
+            if worker.is_busy:
+                worker.kill()
+
+
 class _Worker:
     """A process that simulates runs; it is started with the first, and again after it has died."""
 
     def __init__(self) -> None:
+        self.is_busy = False
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
 
     def simulate(self, request: Json) -> tuple[str, RunStatus]:
         """Returns as `_simulate_one`, and the status of a run with an error: a signal ends none for good."""
-        process = self._start()
+        self.is_busy, process = True, self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):  # a process that has died gives no reply either
             write_message(process.stdin, request)  # type: ignore[arg-type]  # a pipe writes like any binary file
         reply = read_message(process.stdout)  # type: ignore[arg-type]  # likewise
+        self.is_busy = False
         if reply is None:
             code = process.wait()
             self._end_process()
@@ -494,6 +583,11 @@ class _Worker:
         if "store" in reply[0]:
             raise StoreError(reply[0]["store"])
         return str(reply[0]["error"]), RunStatus.FAILED
+
+    def kill(self) -> None:
+        """Kills the process; the thread that waits for its reply gets none, and starts another with the next run."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def close(self) -> None:
         """Ends the process, in the middle of a run too."""

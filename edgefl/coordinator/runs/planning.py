@@ -213,7 +213,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
     memory = info.capabilities.get("memory_bytes")
-    needed = _count_needed_memory(run)
+    needed = count_needed_memory(run)
     compiled = run.header.get(COMPILED_KEY)
     blocker = find_training_blocker(info, needs_torch=run.needs_torch, compiled=compiled)
     checks = (
@@ -520,7 +520,7 @@ def create_admission_requirements(
         require=devices.require,
         ready_s=devices.ready_s,
         model_fingerprint=run.layout,
-        memory_bytes=_count_needed_memory(run),
+        memory_bytes=count_needed_memory(run),
         disk_bytes=MODEL_COPIES_ON_DISK * model_bytes,
         previous_devices=previous_devices,
         is_resumed=is_resumed,
@@ -528,7 +528,8 @@ def create_admission_requirements(
     )
 
 
-def _count_needed_memory(run: RunComponents) -> int:
+def count_needed_memory(run: RunComponents) -> int:
+    """Returns the bytes that a device needs in memory to train a run."""
     copies = MODEL_COPIES_IN_MEMORY
     if run.has_personal:
         is_mixed = run.config.strategy.options.get("personal_mixture") is not None

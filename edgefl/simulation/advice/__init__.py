@@ -1,0 +1,1 @@
+"""Advice on a run file: which strategy, codec and local work cost a fleet least, and why."""

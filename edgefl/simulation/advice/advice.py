@@ -1,0 +1,677 @@
+"""Advice on a run file: candidates ranked by arithmetic, the best of them simulated with real training, and compared.
+
+The simulation trains on a proxy: the coordinator's data, or the task's built-in data set, cut as the boards' counts
+say. Time is bounded: what has not ended by then is named. For the rest the result follows from the run file, the
+boards, the data and the seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from edgefl.compression.codec_benchmark import compute_expected_bytes
+from edgefl.compression.registry import AUTO
+from edgefl.coordinator.runs.planning import compute_bytes_per_device, count_needed_memory
+from edgefl.core.config import AdviceSection, RunConfig
+from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError
+from edgefl.core.types import Scalar
+from edgefl.engine.assembly.build import build_run, make_run_task
+from edgefl.engine.assembly.components import RunComponents
+from edgefl.engine.assembly.strategy import list_recommended
+from edgefl.engine.progress import MetricGoal, is_goal_reason
+from edgefl.simulation.advice.boards import MeasuredBoard, format_profiles
+from edgefl.simulation.advice.candidates import ASYNCHRONOUS, Candidate, list_candidates, make_written
+from edgefl.simulation.advice.costs import AUTO_AS, CODECS_MEASURED, Board, RoundCost, Sizes, compute_round_cost
+from edgefl.simulation.advice.proxy import write_proxy_shards
+from edgefl.simulation.backends.partitioned_data import partition_in_memory, read_shards
+from edgefl.simulation.local_fleet import default_scheme
+from edgefl.simulation.profiles import load_catalogue
+from edgefl.simulation.simulated_run import (
+    Workload,
+    check_simulation,
+    compute_reference_cost,
+    make_cost_function,
+    make_device_names,
+)
+from edgefl.simulation.sweep import (
+    RunTotals,
+    SweepOutcome,
+    SweepRun,
+    SweepWorkers,
+    make_sweep_run,
+    read_totals,
+    run_sweep,
+)
+from edgefl.strategies.registry import get_settings
+
+Quantity = Literal["time", "bytes", "energy"]
+QUANTITIES: tuple[Quantity, ...] = ("time", "bytes", "energy")
+DEFAULT_SECONDS = 60.0
+MAX_SIMULATED = 12
+NUM_PURSUED, MAX_OF_STRATEGY = 3, 3
+"""Strategies of which further codecs and amounts of work are simulated, and how many of each."""
+RESERVE, WRITTEN_SHARE, LEADING_SHARE = 0.1, 0.4, 0.6
+"""Of the time: for what comes before and after; for the run file as it is; of the rest for one of each strategy."""
+PATIENCE, TIGHT_PATIENCE = 3.0, 1.5
+"""A candidate is given up after so many times what the run file as it is took, and later so many times the best."""
+MIN_SECONDS = 1.0
+"""For simulations, where the time is over."""
+_Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What an advice is asked for.
+
+    Attributes:
+        goal: of a metric, such as `accuracy >= 0.9`; None for the run file's own, or else what it comes to.
+        minimise: what the ranking goes by.
+        budgets: most seconds, bytes or joules of the run, by quantity.
+        seconds: of real time that the advice may take.
+        num_jobs: simulations side by side.
+        num_simulated: candidates that are simulated at most.
+    """
+
+    goal: str | None = None
+    minimise: Quantity = "time"
+    budgets: Mapping[Quantity, float] = field(default_factory=dict)
+    seconds: float = DEFAULT_SECONDS
+    num_jobs: int = 1
+    num_simulated: int = MAX_SIMULATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvisedFleet:
+    """The boards for which an advice is: shards and profiles of a simulation, in order.
+
+    Attributes:
+        names: of the boards, for sentences.
+        boards: as the arithmetic sees them.
+        config: the run file with the simulation's settings.
+        shards: files of the proxy; none where the data set is cut in memory.
+        measured: by their history; none of described ones.
+    """
+
+    names: Sequence[str]
+    boards: Sequence[Board]
+    config: RunConfig
+    shards: Sequence[str] = ()
+    measured: Sequence[MeasuredBoard] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A candidate with its costs, by arithmetic and, where it was simulated, to its end.
+
+    Attributes:
+        candidate: strategy, work and codec.
+        cost: of a round, by arithmetic.
+        memory_bytes: that a board needs; `state_bytes` is what the coordinator keeps for all boards.
+        seconds, rounds, bytes_up, bytes_down, joules: of the whole run, simulated; None where it was not.
+        waiting: share of the boards' time in which they waited for others.
+        lost: share of the assignments that were lost.
+        quality: of the goal's metric at the end.
+        is_reached: the goal was.
+        is_within: all budgets hold.
+        is_front: no other that reached the goal is as good in seconds, bytes and joules, and better in one.
+        reason: why it ended.
+    """
+
+    candidate: Candidate
+    cost: RoundCost
+    memory_bytes: int = 0
+    state_bytes: int = 0
+    seconds: float | None = None
+    rounds: int | None = None
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+    joules: float | None = None
+    waiting: float | None = None
+    lost: float | None = None
+    quality: float | None = None
+    is_reached: bool = False
+    is_within: bool = True
+    is_front: bool = False
+    reason: str = ""
+
+    def get_cost(self, quantity: Quantity) -> float:
+        """Returns what the run costs; infinite where that is not known."""
+        value: float | None = self.joules
+        if quantity == "time":
+            value = self.seconds
+        elif quantity == "bytes":
+            value = None if self.bytes_up is None else self.bytes_up + (self.bytes_down or 0)
+        return math.inf if value is None else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The options of an advice, best first.
+
+    Attributes:
+        options: those that were simulated to their end, ranked.
+        written: the run file as it is; None where it did not end in time.
+        goal: that was to be reached.
+        is_own_goal: it is what the run file as it is came to.
+        request: what was asked.
+        left_out: what was not tried or did not end, a sentence each.
+        fleet: the boards.
+        corrections: factors that errors of earlier advice gave, by quantity; they are in the figures.
+    """
+
+    options: Sequence[Option]
+    written: Option | None
+    goal: MetricGoal
+    is_own_goal: bool
+    request: Request
+    left_out: Sequence[str]
+    fleet: AdvisedFleet
+    corrections: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Option | None:
+        """The recommended option: the best that reached the goal within all budgets; None where none did."""
+        first = self.options[0] if self.options else None
+        return first if first is not None and first.is_reached and first.is_within else None
+
+    def make_run(self, config: RunConfig) -> RunConfig:
+        """Returns a run file's settings with those of the recommended option, and what it is predicted to cost.
+
+        Raises:
+            RunFailedError: none is recommended.
+        """
+        best = self.best
+        if best is None:
+            raise RunFailedError(
+                f"no candidate reached {self.goal} within the budgets: there is no run file to write"
+            )
+        run = config.run
+        if self.is_own_goal:
+            # A rule of amount is of the run file's own strategy; what it comes to is reached by other amounts.
+            run = replace(run, rounds=best.rounds, epochs=None, updates=None, seconds=None, bytes=None)
+        elif self.goal.name == "accuracy":
+            run = replace(run, accuracy=self.goal.limit, until=None, rounds=_double(best.rounds))
+        else:
+            run = replace(run, accuracy=None, until=str(self.goal), rounds=_double(best.rounds))
+        prediction = AdviceSection(
+            seconds=best.seconds, rounds=best.rounds, bytes_up=best.bytes_up, bytes_down=best.bytes_down,
+            joules=best.joules,
+        )  # fmt: skip
+        return replace(best.candidate.apply(config), run=run, advice=prediction)
+
+
+def describe_fleet(  # noqa: PLR0913 those of `simulate`
+    config: RunConfig,
+    folder: Path,
+    *,
+    measured: Sequence[MeasuredBoard] = (),
+    devices: int | Sequence[Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: Path | None = None,
+    scheme: str | None = None,
+) -> AdvisedFleet:
+    """Returns the boards of an advice: those measured, else those that a simulation would have.
+
+    Args:
+        config: the run file.
+        folder: for proxy shards and profiles of measured boards.
+        measured: boards by their history; they exclude `devices` and `profiles`.
+        devices: as of `simulate`, where none is measured.
+        profiles: likewise.
+        data: as of `simulate`.
+        scheme: likewise.
+
+    Raises:
+        EdgeflError: something in it makes no sense, or data is missing.
+    """
+    names = [board.name for board in measured]
+    if measured:
+        folder.mkdir(parents=True, exist_ok=True)
+        model = config.task.get("model")
+        cost_key = config.run.task if model is None else f"{config.run.task}/{model}"
+        counts = [board.num_examples for board in measured]
+        devices, test = write_proxy_shards(config, counts, folder, data=data, scheme=scheme)
+        (path := folder / "boards.toml").write_text(format_profiles(measured, cost_key), encoding="utf-8")
+        simulation = replace(config.simulation, test=str(test), profile_file=str(path), profiles=tuple(names))
+        # The boards' own conditions of work are in what was measured of them.
+        config, profiles, data, scheme = replace(config, simulation=simulation), (), None, None
+        config = replace(config, devices=replace(config.devices, names=(), groups=()))
+    config, _ = check_simulation(config, devices=devices, profiles=profiles, data=data, scheme=scheme)
+    shards = () if devices is None or isinstance(devices, int) else tuple(str(path.absolute()) for path in devices)
+    boards = _list_boards(config, names or make_device_names(config.simulation.devices), shards)
+    return AdvisedFleet(
+        names=[board.name for board in boards], boards=boards, config=config, shards=shards, measured=measured
+    )
+
+
+def _list_boards(config: RunConfig, names: Sequence[str], shards: Sequence[str]) -> list[Board]:
+    section, components = config.simulation, build_run(config, "simulated")
+    catalogue = load_catalogue([] if section.profile_file is None else [section.profile_file])
+    workload = Workload(
+        task=config.run.task, options=config.task, model_spec=components.shapes, iteration_s=section.iteration_s
+    )
+    reference = compute_reference_cost(workload, catalogue)
+    return [
+        Board(
+            name=name,
+            profile=profile,
+            num_examples=count,
+            iteration_s=make_cost_function(profile, workload, reference),
+        )
+        for name, profile, count in zip(
+            names,
+            catalogue.assign_profiles(section.profiles, len(names)),
+            _count_examples(config, shards),
+            strict=True,
+        )
+    ]
+
+
+def _count_examples(config: RunConfig, shards: Sequence[str]) -> list[int]:
+    """Returns the training examples of each board."""
+    section, run = config.simulation, config.run
+    if shards:
+        found = read_shards(make_run_task(config), shards, test_fraction=run.local_test_fraction)
+    else:
+        found = partition_in_memory(
+            run.task,
+            section.scheme or default_scheme(run.task),
+            section.devices,
+            data=None if section.data is None else Path(section.data),
+            seed=run.seed,
+            test_fraction=run.local_test_fraction,
+            options=config.task,
+            test=None if section.test is None else Path(section.test),
+        )
+    return [len(shard.train) for shard in found.shards]
+
+
+def advise(
+    fleet: AdvisedFleet,
+    request: Request,
+    root: Path,
+    *,
+    clock: Callable[[], float],
+    corrections: Mapping[str, float] | None = None,
+    on_end: Callable[[SweepOutcome], None] = lambda _: None,
+) -> Advice:
+    """Returns the advice for a fleet; simulated runs are kept in a folder, and not simulated again.
+
+    Args:
+        fleet: the boards, and the run file.
+        request: what is asked.
+        root: folder of the simulated runs.
+        clock: seconds of real time, monotone.
+        corrections: factors of seconds, bytes and joules by which earlier advice was wrong, as `history advice` has.
+        on_end: called as simulated runs end.
+
+    Raises:
+        ConfigError: the goal or what is to be minimised makes no sense for this run.
+        RunFailedError: the run file as it is ended in an error, or not in time where it is the goal.
+    """
+    with SweepWorkers(request.num_jobs) as workers:
+        return _advise(fleet, request, root, clock, corrections or {}, on_end, workers)
+
+
+def _advise(  # noqa: PLR0913, PLR0917 those of `advise`
+    fleet: AdvisedFleet,
+    request: Request,
+    root: Path,
+    clock: Callable[[], float],
+    corrections: Mapping[str, float],
+    on_end: Callable[[SweepOutcome], None],
+    workers: SweepWorkers,
+) -> Advice:
+    deadline_s = clock() + (1 - RESERVE) * request.seconds
+    config, goal = _apply_goal(fleet.config, request)
+    search = _Search(
+        fleet=fleet, request=request, config=config, goal=goal, root=root, on_end=on_end, workers=workers
+    )
+    costs = search.compute_costs()
+    written = make_written(fleet.config)
+    is_own_goal = goal is None
+    outcome = search.simulate([written], config, WRITTEN_SHARE * request.seconds)[0]
+    first = search.make_option(written, costs[written.key], outcome)
+    if goal is None:
+        search.goal = goal = _make_own_goal(outcome, first)
+        search.config = config = replace(config, run=_set_goal(config.run, goal))
+        first = search.make_option(written, costs[written.key], outcome)
+    limited = _limit(config, first, costs[written.key], fleet, request)
+    leading = search.choose_leading(costs)
+    options = [first, *search.try_options(leading, costs, limited, LEADING_SHARE * (deadline_s - clock()))]
+    ranked = rank_options([option for option in options if option.seconds is not None], request, is_max=goal.is_max)
+    more = search.choose_more(costs, ranked, [*leading, written])
+    options += search.try_options(more, costs, _tighten(limited, ranked, request), deadline_s - clock())
+    search.note_others(costs, options)
+    found = [_correct(option, corrections or {}) for option in options if option.seconds is not None]
+    ranked = rank_options(found, request, is_max=goal.is_max)
+    return Advice(
+        options=ranked,
+        written=next((option for option in ranked if option.candidate.key == written.key), None),
+        goal=goal,
+        is_own_goal=is_own_goal,
+        request=request,
+        left_out=search.left_out,
+        fleet=fleet,
+        corrections=dict(corrections or {}),
+    )
+
+
+def rank_options(options: Sequence[Option], request: Request, *, is_max: bool = True) -> list[Option]:
+    """Returns options best first, those of the Pareto front marked.
+
+    Before all others stand those that reach the goal within the budgets, then those that reach it; among them the
+    cheapest in what is minimised, then in the rest. Of those that do not reach it the nearest comes first; `is_max`
+    says whether more of the goal's metric is better.
+    """
+    order = [request.minimise, *(name for name in QUANTITIES if name != request.minimise)]
+    reached = [option for option in options if option.is_reached]
+    marked = [
+        replace(
+            option,
+            is_within=all(option.get_cost(name) <= limit for name, limit in request.budgets.items()),
+            is_front=option.is_reached and not any(_dominates(other, option) for other in reached),
+        )
+        for option in options
+    ]
+
+    def rank(option: Option) -> tuple[Any, ...]:
+        worst = -math.inf if is_max else math.inf
+        quality = worst if option.quality is None else option.quality
+        return (
+            not (option.is_reached and option.is_within),
+            not option.is_reached,
+            0.0 if option.is_reached else (-quality if is_max else quality),
+            *(option.get_cost(name) for name in order),
+            str(option.candidate),
+        )
+
+    return sorted(marked, key=rank)
+
+
+def _dominates(one: Option, other: Option) -> bool:
+    costs = [(one.get_cost(name), other.get_cost(name)) for name in QUANTITIES]
+    return all(mine <= theirs for mine, theirs in costs) and any(mine < theirs for mine, theirs in costs)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """One advice under way: what it simulates, and what it leaves out."""
+
+    fleet: AdvisedFleet
+    request: Request
+    config: RunConfig
+    goal: MetricGoal | None
+    root: Path
+    on_end: Callable[[SweepOutcome], None]
+    workers: SweepWorkers
+    left_out: list[str] = field(default_factory=list)
+
+    def compute_costs(self) -> dict[_Key, RoundCost]:
+        """Returns the costs of a round of every candidate, by its key.
+
+        Raises:
+            ConfigError: energy is to be minimised, and a board's power is not known.
+        """
+        components = build_run(self.fleet.config, "simulated")
+        specs = {*CODECS_MEASURED, AUTO_AS}
+        if not self.fleet.config.compression.up.startswith(AUTO):
+            specs.add(self.fleet.config.compression.up)
+        section = self.fleet.config.simulation
+        sizes = Sizes(
+            model_bytes=len(components.encode(components.model, 0)),
+            update_bytes={spec: compute_expected_bytes(spec, components.update_shapes) for spec in sorted(specs)},
+            server_up_bytes_per_s=section.server_up_bytes_per_s,
+            server_down_bytes_per_s=section.server_down_bytes_per_s,
+        )
+        if "energy" in {self.request.minimise, *self.request.budgets} and (
+            unknown := [board.name for board in self.fleet.boards if board.profile.power_w is None]
+        ):
+            raise ConfigError(
+                f"energy is not known of {len(unknown)} boards, such as {unknown[0]}: give its profile power_w, or "
+                "let boards with a power sensor train first"
+            )
+        task = make_run_task(self.fleet.config)
+        found = {}
+        for candidate in list_candidates(self.fleet.config):
+            settings = get_settings(candidate.strategy)
+            recommended = {name: value for name, value in list_recommended(task, candidate.strategy).items()
+                           if name in settings}  # fmt: skip
+            defaults: dict[str, Scalar] = {**settings, **recommended}
+            found[candidate.key] = compute_round_cost(candidate, self.fleet.boards, sizes, defaults)
+        return found
+
+    def choose_leading(self, costs: Mapping[_Key, RoundCost]) -> list[Candidate]:
+        """Returns the most promising candidate of each strategy beside the run file as it is, the best first.
+
+        Strategies that cannot train this run are left out.
+        """
+        written, chosen = make_written(self.fleet.config), dict[str, Candidate]()
+        refused: dict[str, str] = {}
+        for candidate in self._sort(costs):
+            name = candidate.strategy
+            if candidate.key == written.key or name in chosen or name in refused:
+                continue
+            if error := self._find_error(candidate):
+                refused[name] = error
+            else:
+                chosen[name] = candidate
+        self.left_out += [f"{name} cannot train it: {error}" for name, error in sorted(refused.items())]
+        return [*chosen.values()][: self.request.num_simulated - 1]
+
+    def choose_more(
+        self, costs: Mapping[_Key, RoundCost], ranked: Sequence[Option], tried: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """Returns other codecs and amounts of work for the best strategies, the most promising first."""
+        best = [*dict.fromkeys(option.candidate.strategy for option in ranked)][:NUM_PURSUED]
+        keys, num_left = {one.key for one in tried}, self.request.num_simulated - len(tried)
+        chosen, counts = list[Candidate](), Counter[str]()
+        for candidate in self._sort(costs):
+            name = candidate.strategy
+            if name in best and candidate.key not in keys and counts[name] < MAX_OF_STRATEGY:
+                chosen.append(candidate)
+                counts[name] += 1
+        chosen.sort(key=lambda one: best.index(one.strategy))  # stable: within a strategy by arithmetic
+        return [one for one in chosen[: max(0, num_left)] if not self._find_error(one)]
+
+    def try_options(
+        self, candidates: Sequence[Candidate], costs: Mapping[_Key, RoundCost], config: RunConfig, timeout_s: float
+    ) -> list[Option]:
+        """Returns candidates with what their simulated runs came to."""
+        outcomes = self.simulate(candidates, config, timeout_s)
+        pairs = zip(candidates, outcomes, strict=True)
+        return [self.make_option(candidate, costs[candidate.key], outcome) for candidate, outcome in pairs]
+
+    def _sort(self, costs: Mapping[_Key, RoundCost]) -> list[Candidate]:
+        def rank(one: Candidate) -> tuple[float, str]:
+            return costs[one.key].score(self.request.minimise), str(one)
+
+        return sorted(list_candidates(self.fleet.config), key=rank)
+
+    def _find_error(self, candidate: Candidate) -> str:
+        try:
+            self._build(candidate)
+        except EdgeflError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+    def _build(self, candidate: Candidate) -> RunComponents:
+        return build_run(candidate.apply(self.config), "simulated")
+
+    def simulate(self, candidates: Sequence[Candidate], config: RunConfig, timeout_s: float) -> list[SweepOutcome]:
+        """Returns how runs ended, in order; those that did not end in time are not finished."""
+        runs = [self._make_run(candidate, config) for candidate in candidates]
+        return run_sweep(
+            runs, self.root, on_end=self.on_end, timeout_s=max(MIN_SECONDS, timeout_s), workers=self.workers
+        )
+
+    def _make_run(self, candidate: Candidate, config: RunConfig) -> SweepRun:
+        named = candidate.apply(config)
+        named = replace(named, run=replace(named.run, name=f"advice-{config.run.task}-{candidate.strategy}"))
+        return make_sweep_run(named, None, values={}, shards=self.fleet.shards)
+
+    def make_option(self, candidate: Candidate, cost: RoundCost, outcome: SweepOutcome) -> Option:
+        """Returns a candidate with what its simulated run came to; only the arithmetic where it did not end."""
+        components = self._build(candidate)
+        per_device = compute_bytes_per_device(components.strategy, components.model)
+        option = Option(
+            candidate=candidate,
+            cost=cost,
+            memory_bytes=count_needed_memory(components),
+            state_bytes=len(self.fleet.boards) * per_device,
+            reason=outcome.reason,
+        )
+        if not outcome.is_finished:
+            return option
+        totals = read_totals(self.root, [outcome])[0]
+        return _add_totals(option, outcome, totals, self.fleet, self.goal)
+
+    def note_others(self, costs: Mapping[_Key, RoundCost], options: Sequence[Option]) -> None:
+        """Names what was not simulated to its end."""
+        unfinished = [option for option in options if option.seconds is None]
+        self.left_out += [f"{option.candidate}: {option.reason}" for option in unfinished]
+        if (num_others := len(costs) - len(options)) > 0:
+            self.left_out.append(f"{num_others} of {len(costs)} combinations, by arithmetic or as those like them")
+
+
+def _add_totals(
+    option: Option, outcome: SweepOutcome, totals: RunTotals, fleet: AdvisedFleet, goal: MetricGoal | None
+) -> Option:
+    names = make_device_names(len(fleet.boards))
+    powers = {name: board.profile.power_w for name, board in zip(names, fleet.boards, strict=True)}
+    spent = [(powers.get(row["device_id"]), row["compute_s"]) for row in totals.devices if row["role"] == "trainer"]
+    joules = [power * seconds for power, seconds in spent if power is not None]
+    waited, worked = totals.run["wait_s"] or 0.0, (totals.run["compute_s"] or 0.0) + (totals.run["send_s"] or 0.0)
+    name = "accuracy" if goal is None else goal.name
+    rounds = _cut_at_goal(totals.rounds, goal) if fleet.config.run.accuracy_window == 1 else totals.rounds
+    return replace(
+        option,
+        seconds=rounds[-1]["closed_at"] - rounds[0]["started_at"] if rounds else None,
+        rounds=len(rounds),
+        bytes_up=sum(row["bytes_up"] for row in rounds),
+        bytes_down=sum(row["bytes_down"] for row in rounds),
+        joules=math.fsum(joules) * len(rounds) / max(1, len(totals.rounds)) if len(joules) == len(spent) else None,
+        waiting=0.0 if option.candidate.strategy in ASYNCHRONOUS else waited / max(1e-9, waited + worked),
+        lost=(totals.run["num_lost"] or 0) / max(1, totals.run["num_assignments"] or 0),
+        quality=_get_quality(rounds[-1], name) if rounds else None,
+        is_reached=is_goal_reason(outcome.reason) or len(rounds) < len(totals.rounds) or _is_met(rounds, goal),
+    )
+
+
+def _cut_at_goal(rounds: Sequence[Mapping[str, Any]], goal: MetricGoal | None) -> Sequence[Mapping[str, Any]]:
+    """Returns the rounds up to the first that is as good as the goal; all where none is."""
+    for number, row in enumerate(rounds, 1):
+        if _is_met([row], goal):
+            return rounds[:number]
+    return rounds
+
+
+def _is_met(rounds: Sequence[Mapping[str, Any]], goal: MetricGoal | None) -> bool:
+    quality = _get_quality(rounds[-1], goal.name) if rounds and goal is not None else None
+    return goal is not None and quality is not None and goal.is_met(quality)
+
+
+def _get_quality(row: Mapping[str, Any], name: str) -> float | None:
+    value: float | None = row.get(name) if name in {"accuracy", "loss"} else (row.get("metrics") or {}).get(name)
+    return value
+
+
+def _correct(option: Option, corrections: Mapping[str, float]) -> Option:
+    """Returns an option with the factors by which earlier advice was wrong."""
+    seconds, size, joules = (corrections.get(name, 1.0) for name in ("seconds", "bytes", "joules"))
+    if option.seconds is None:
+        return option
+    return replace(
+        option,
+        seconds=option.seconds * seconds,
+        bytes_up=round((option.bytes_up or 0) * size),
+        bytes_down=round((option.bytes_down or 0) * size),
+        joules=None if option.joules is None else option.joules * joules,
+    )
+
+
+def _has_goal(config: RunConfig) -> bool:
+    return config.run.accuracy is not None or config.run.until is not None
+
+
+def _apply_goal(config: RunConfig, request: Request) -> tuple[RunConfig, MetricGoal | None]:
+    """Returns the run file with the goal asked for, and the goal; None where neither says one."""
+    if request.goal is not None:
+        config = replace(config, run=replace(config.run, accuracy=None, until=request.goal))
+    try:
+        criteria = build_run(config, "simulated").goal
+    except ConfigError as error:
+        if request.goal is None:
+            raise
+        raise ConfigError(str(error).replace("run.until", "--goal")) from None
+    if criteria.until is not None:
+        return config, criteria.until
+    if criteria.accuracy is not None:
+        return config, MetricGoal(name="accuracy", limit=criteria.accuracy, is_max=True)
+    return config, None
+
+
+def _make_own_goal(outcome: SweepOutcome, option: Option) -> MetricGoal:
+    """Returns what the run file as it is came to.
+
+    Raises:
+        RunFailedError: it did not end in time, or has no accuracy.
+    """
+    if not outcome.is_finished:
+        raise RunFailedError(
+            f"the run file as it is did not end ({outcome.reason}), so nothing says what is to be reached: give "
+            "--goal, more --seconds or fewer run.rounds"
+        )
+    if option.quality is None:
+        raise RunFailedError(
+            "the run file as it is has no accuracy at its end: give --goal with a metric of the task"
+        )
+    return MetricGoal(name="accuracy", limit=option.quality, is_max=True)
+
+
+def _set_goal(run: Any, goal: MetricGoal) -> Any:
+    return replace(run, accuracy=None, until=f"{goal.name} {'>=' if goal.is_max else '<='} {goal.limit!r}")
+
+
+def _limit(config: RunConfig, written: Option, cost: RoundCost, fleet: AdvisedFleet, request: Request) -> RunConfig:
+    """Returns settings under which a candidate is given up long after the run file as it is would have ended.
+
+    An amount of work is of the run file's own strategy, so that others need another number of rounds. A private run
+    keeps its rounds, and so does one whose learning rate follows them.
+    """
+    run = config.run
+    if config.privacy.unit is not None or config.strategy.options.get("schedule", "constant") != "constant":
+        return config
+    if written.seconds is None or not written.rounds:
+        return replace(config, run=replace(run, rounds=None, updates=None, bytes=None)) if run.epochs else config
+    examples = max(1, sum(board.num_examples for board in fleet.boards))
+    epochs = written.rounds * cost.examples / examples
+    patience = TIGHT_PATIENCE if request.minimise == "time" else PATIENCE
+    return replace(
+        config,
+        run=replace(
+            run, rounds=None, updates=None, bytes=None, epochs=max(1.0, PATIENCE * epochs),
+            seconds=max(1e-6, patience * written.seconds),
+        ),
+    )  # fmt: skip
+
+
+def _tighten(config: RunConfig, ranked: Sequence[Option], request: Request) -> RunConfig:
+    """Returns settings under which a candidate is given up when it has cost clearly more than the best so far."""
+    best = ranked[0] if ranked and ranked[0].is_reached else None
+    if best is None or request.minimise == "energy" or config.privacy.unit is not None:
+        return config
+    limit = TIGHT_PATIENCE * best.get_cost(request.minimise)
+    if request.minimise == "time":
+        return replace(config, run=replace(config.run, seconds=min(limit, config.run.seconds or limit)))
+    return replace(config, run=replace(config.run, bytes=max(1, round(limit))))
+
+
+def _double(rounds: int | None) -> int | None:
+    """Returns a limit of rounds that leaves room for a run that learns more slowly than predicted."""
+    return None if rounds is None else max(1, 2 * rounds)

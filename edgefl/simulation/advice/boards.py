@@ -1,0 +1,191 @@
+"""Boards as their history measured them, as profiles of the simulator: step times, links, losses, power.
+
+No example of a board is asked for; all of it stands in the rows of devices and updates that the coordinator has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgefl.core.errors import DataError
+from edgefl.core.safe_parsing import format_toml
+from edgefl.core.types import Json
+
+ASSUMED_LATENCY_S = 0.05
+"""Of an exchange, both ways together, where a board's updates had one size: nothing tells latency and rate apart."""
+MIN_SIZE_SPREAD = 0.2
+"""Relative spread of sizes from which on they do."""
+ASSUMED_RECOVERY_S = 60.0
+"""How long a board that was lost stays away: the history says when it was lost, not for how long."""
+UNLIMITED_BYTES_PER_S = 1e12
+MIN_SECONDS = 1e-6
+BITS_PER_BYTE = 8
+_USED = frozenset({"used", "late"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBoard:
+    """One board by its history.
+
+    Attributes:
+        name: of the board.
+        num_examples: of the task, as it reported them.
+        iteration_s: seconds of an iteration, by batch size.
+        exchange_s: median seconds of an exchange beside computing.
+        latency_s: of an exchange, both ways together; `bytes_per_s` is the rate of its link.
+        mtbf_s: mean seconds at work until it is lost; None where it never was.
+        power_w: mean power while it trains; None where it reports no energy.
+        max_temperature_c: the highest that an update came with; None where it reports none.
+        throttled_fraction: of its updates.
+        has_sizes: whether its updates differed in size, so that latency and rate are measured and not assumed.
+    """
+
+    name: str
+    num_examples: int
+    iteration_s: Mapping[int, float]
+    exchange_s: float
+    latency_s: float
+    bytes_per_s: float
+    mtbf_s: float | None = None
+    power_w: float | None = None
+    max_temperature_c: float | None = None
+    throttled_fraction: float = 0.0
+    has_sizes: bool = False
+
+    def to_profile(self, cost_key: str, groups: Sequence[str] = ()) -> Json:
+        """Returns its table in a profile file; `cost_key` is the task or `task/model` whose steps were measured."""
+        recovery = {} if self.mtbf_s is None else {"mtbf_s": self.mtbf_s, "mttr_s": ASSUMED_RECOVERY_S}
+        return {
+            "iterations": {cost_key: _fit_cost(self.iteration_s)},
+            "up_bytes_per_s": self.bytes_per_s,
+            "down_bytes_per_s": self.bytes_per_s,
+            "latency_s": self.latency_s / 2,
+            "groups": [*groups],
+            **recovery,
+            **({} if self.power_w is None else {"power_w": self.power_w}),
+            "source": {"iterations": "measured: updates of the fleet's history"},
+        }
+
+
+def measure_boards(
+    devices: Sequence[Mapping[str, Any]],
+    updates: Sequence[Mapping[str, Any]],
+    task: str,
+    batch_sizes: Mapping[str, int | None],
+) -> list[MeasuredBoard]:
+    """Returns the boards that have trained a task, in the order of their names.
+
+    Args:
+        devices: rows of `edgefl history devices`.
+        updates: rows of `edgefl history updates`, of runs of the task.
+        task: of which the examples count.
+        batch_sizes: by run; updates of a run without one count as of batches of 32.
+
+    Raises:
+        DataError: no board has trained the task.
+    """
+    by_board: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in updates:
+        by_board[row["device_id"]].append(row)
+    found = [
+        board
+        for row in sorted(devices, key=lambda row: str(row["device_id"]))
+        if row["role"] == "trainer"
+        and not row.get("removed_at")
+        and (board := _measure(row, by_board.get(row["device_id"], ()), task, batch_sizes)) is not None
+    ]
+    if not found:
+        raise DataError(
+            f"no board of this fleet has trained {task} yet, so nothing says how fast they are: let a run of a few "
+            "rounds finish first, or describe them with --profile"
+        )
+    return found
+
+
+def format_profiles(boards: Sequence[MeasuredBoard], cost_key: str) -> str:
+    """Returns a profile file with one profile for each board, by its name."""
+    return format_toml({"profile": {board.name: board.to_profile(cost_key) for board in boards}})
+
+
+def _measure(
+    device: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], task: str, batch_sizes: Mapping[str, int | None]
+) -> MeasuredBoard | None:
+    used = [row for row in rows if row["outcome"] in _USED and (row["iterations"] or 0) > 0 and row["compute_s"]]
+    warm = [row for row in used if row["round"] > 1] or used  # the first round of a run warms caches
+    if not warm:
+        return None
+    examples = device.get("examples")
+    reported = examples.get(task) if isinstance(examples, Mapping) else None
+    latency_s, bytes_per_s, has_sizes = _measure_link(warm)
+    energies = [row["energy_j"] / row["compute_s"] for row in warm if row.get("energy_j") is not None]
+    temperatures = [row["max_temperature_c"] for row in warm if row.get("max_temperature_c") is not None]
+    num_lost = sum(row["outcome"] == "lost" for row in rows)
+    at_work_s = math.fsum((row["compute_s"] or 0.0) + (row["send_s"] or 0.0) for row in used)
+    return MeasuredBoard(
+        name=str(device["device_id"]),
+        num_examples=int(reported or max(row["num_examples"] or 1 for row in warm)),
+        iteration_s=_measure_iterations(warm, batch_sizes),
+        exchange_s=statistics.median(row["send_s"] or 0.0 for row in warm),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        mtbf_s=max(MIN_SECONDS, at_work_s) / num_lost if num_lost else None,
+        power_w=statistics.fmean(energies) if energies else None,
+        max_temperature_c=max(temperatures, default=None),
+        throttled_fraction=sum(bool(row.get("throttled")) for row in warm) / len(warm),
+        has_sizes=has_sizes,
+    )
+
+
+def _measure_iterations(rows: Sequence[Mapping[str, Any]], batch_sizes: Mapping[str, int | None]) -> dict[int, float]:
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        by_size[batch_sizes.get(row["run_id"]) or 32].append(row["compute_s"] / row["iterations"])
+    return {size: max(MIN_SECONDS, statistics.median(found)) for size, found in sorted(by_size.items())}
+
+
+def _measure_link(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
+    """Returns latency of an exchange in seconds, bytes per second, and whether sizes tell the two apart.
+
+    The rate is the slope between the medians of the lightest and the heaviest updates.
+    """
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        by_size[(row["bytes_up"] or 0) + (row["bytes_down"] or 0)].append(row["send_s"] or 0.0)
+    sizes = sorted(by_size)
+    middle = (sizes[0] + sizes[-1]) / 2
+    light = [(size, s) for size in sizes for s in by_size[size] if size <= middle]
+    heavy = [(size, s) for size in sizes for s in by_size[size] if size > middle]
+    if heavy and sizes[-1] - sizes[0] >= MIN_SIZE_SPREAD * sizes[-1]:
+        light_bytes, light_s = (statistics.median(part) for part in zip(*light, strict=True))
+        heavy_bytes, heavy_s = (statistics.median(part) for part in zip(*heavy, strict=True))
+        if heavy_s > light_s:
+            rate = (heavy_bytes - light_bytes) / (heavy_s - light_s)
+            return max(0.0, light_s - light_bytes / rate), rate, True
+        return min(light_s, heavy_s), UNLIMITED_BYTES_PER_S, True
+    exchange_s, num_bytes = (
+        statistics.median(s for found in by_size.values() for s in found),
+        statistics.median(sizes),
+    )
+    links = [row["link_bits_per_s"] for row in rows if row.get("link_bits_per_s")]
+    if links and num_bytes:
+        rate = statistics.median(links) / BITS_PER_BYTE
+        return max(0.0, exchange_s - num_bytes / rate), rate, True
+    latency_s = min(exchange_s, ASSUMED_LATENCY_S)
+    if num_bytes == 0 or exchange_s <= latency_s:
+        return exchange_s, UNLIMITED_BYTES_PER_S, False
+    return latency_s, num_bytes / (exchange_s - latency_s), False
+
+
+def _fit_cost(iteration_s: Mapping[int, float]) -> Json:
+    """Returns the cost of an iteration as a profile has it; from two batch sizes on, by example too."""
+    smallest, largest = min(iteration_s), max(iteration_s)
+    slope = (iteration_s[largest] - iteration_s[smallest]) / (largest - smallest) if largest > smallest else 0.0
+    fixed_s = iteration_s[smallest] - slope * smallest
+    if slope <= 0 or fixed_s < 0:
+        return {"fixed_s": statistics.fmean(iteration_s.values())}
+    return {"fixed_s": fixed_s, "example_s": slope}
