@@ -163,7 +163,7 @@ def _make_config(task: str, arguments: argparse.Namespace, *, rounds: int, codec
     return parse_run(
         {
             "run": {"task": task, "rounds": rounds, "seed": arguments.seed, "evaluate_on": "coordinator"},
-            "strategy": {"name": "fedavg", "learning_rate": 0.1, "batch_size": 32},
+            "strategy": {"name": "fedavg", "learning_rate": 0.1, "batch_size": 32, "epochs": 1.0},
             "compression": {"up": codec},
             "devices": {"min": len(FLEETS["slow-board"])},
             "simulation": {"jitter": 0.0},

@@ -1,10 +1,12 @@
 """`edgefl advise`: what settings come to, in a table or as JSON."""
 
+import json
 import math
 from importlib.util import find_spec
 
 import pytest
 
+from edgefl.core.config import load_run
 from edgefl.core.types import ExamplePrivacy, TrainConfig
 from edgefl.tasks.local_algorithms.example_privacy import make_private_steps
 
@@ -66,3 +68,84 @@ def test_the_noise_of_examples_is_what_a_board_finds(run):
 def test_options_of_the_other_unit_are_refused(refused, words, line):
     refused([*OF_EXAMPLES, *words], 2, line)
     refused(["advise", "privacy", *OF_EXAMPLES[4:]], 2, "--boards is missing: it is needed with --unit device")
+
+
+PROFILES = """
+[profile.fast]
+speed = 0.002
+up_bytes_per_s = 200_000
+[profile.slow]
+speed = 0.0004
+up_bytes_per_s = 200_000
+"""
+RUN_FILE = """
+[run]
+task = "digits"
+rounds = 3
+[task]
+model = "logistic"
+[strategy]
+learning_rate = 0.2
+[simulation]
+devices = 3
+profiles = ["fast", "slow"]
+profile_file = "profiles.toml"
+scheme = "iid"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    (tmp_path / "profiles.toml").write_text(PROFILES)
+    (path := tmp_path / "run.toml").write_text(RUN_FILE)
+    return path
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_advice_on_a_run_file_is_a_table_with_reasons_and_a_file_that_is_not_overwritten(run, run_file, tmp_path):
+    out = tmp_path / "advised.toml"
+    ran = run("advise", "run", run_file, "--seconds", 400, "--jobs", 2, "--write", out)
+    assert ran.code == 0, ran.err
+    assert "reaches accuracy >= 0." in ran.out
+    assert "not tried: " in ran.out
+    assert "joules" not in ran.out  # no board has a power
+    written = load_run(out)
+    assert written.advice.seconds > 0
+    assert f"# edgefl advise run {run_file.name}" in out.read_text()
+    refused = run("advise", "run", run_file, "--write", out)
+    assert refused.is_one_line
+    assert "exists; name another file, or add --force" in refused.err
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_a_goal_out_of_reach_ends_with_its_exit_code_and_says_so_as_json(run, run_file):
+    ran = run(
+        "advise", "run", run_file, "--goal", "accuracy >= 0.9999", "--seconds", 300, "--jobs", 2, "--format", "json"
+    )
+    assert ran.code == 41
+    report = json.loads(ran.out)
+    assert (report["kind"], report["goal"], report["v"]) == ("advice", "accuracy >= 0.9999", 1)
+    assert all(not row["reached"] for row in report["rows"])
+    assert report["sentences"][0].startswith(("none of", "no simulation"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--goal", "rmse <= 3"), "--goal: the task declares no metric rmse"),
+        (("--budget", "time"), "--budget must be time, bytes or energy, =, and a number above 0, such as time=600"),
+        (("--budget", "money=3"), "--budget must be time, bytes or energy"),
+        (("--budget", "time=nan"), "--budget must be time, bytes or energy"),
+        (("--budget", "time=3", "--budget", "time=4"), "--budget time is given twice"),
+        (("--minimise", "energy"), "energy is not known of 3 boards, such as device-01: give its profile power_w"),
+        (("--measured", "--devices", 3), "--measured says which boards there are"),
+        (("--profile", "nonesuch"), "no profile 'nonesuch'"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(run, run_file, words, line):
+    ran = run("advise", "run", run_file, *words)
+    assert ran.is_one_line, ran.err
+    assert line in ran.err
+    assert ran.code != 41

@@ -19,10 +19,8 @@ from edgefl.compression.registry import AUTO
 from edgefl.coordinator.runs.planning import compute_bytes_per_device, count_needed_memory
 from edgefl.core.config import AdviceSection, RunConfig
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError
-from edgefl.core.types import Scalar
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
-from edgefl.engine.assembly.strategy import list_recommended
 from edgefl.engine.progress import MetricGoal, is_goal_reason
 from edgefl.simulation.advice.boards import MeasuredBoard, format_profiles
 from edgefl.simulation.advice.candidates import ASYNCHRONOUS, Candidate, list_candidates, make_written
@@ -436,15 +434,10 @@ class _Search:
                 f"energy is not known of {len(unknown)} boards, such as {unknown[0]}: give its profile power_w, or "
                 "let boards with a power sensor train first"
             )
-        task = make_run_task(self.fleet.config)
-        found = {}
-        for candidate in list_candidates(self.fleet.config):
-            settings = get_settings(candidate.strategy)
-            recommended = {name: value for name, value in list_recommended(task, candidate.strategy).items()
-                           if name in settings}  # fmt: skip
-            defaults: dict[str, Scalar] = {**settings, **recommended}
-            found[candidate.key] = compute_round_cost(candidate, self.fleet.boards, sizes, defaults)
-        return found
+        return {
+            candidate.key: compute_round_cost(candidate, self.fleet.boards, sizes, get_settings(candidate.strategy))
+            for candidate in list_candidates(self.fleet.config)
+        }
 
     def choose_leading(self, costs: Mapping[_Key, RoundCost]) -> list[Candidate]:
         """Returns the most promising candidate of each strategy beside the run file as it is, the best first.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from edgefl.compression.codec_selection import CANDIDATES as LIGHTER_CODECS
 from edgefl.compression.registry import AUTO
 from edgefl.core.config import RunConfig, StrategySection
 from edgefl.core.types import Scalar
+from edgefl.engine.assembly.build import make_run_task
+from edgefl.engine.assembly.strategy import list_recommended
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, find_strategy, get_settings
 
 SYNCHRONOUS = ("fedavg", "fednova", "scaffold")
@@ -39,12 +41,14 @@ class Candidate:
         strategy: its name.
         options: all other keys of `[strategy]`.
         codec: of `[compression] up`.
+        defaults: settings that are not in `options`, as the task recommends them.
         is_written: it is the run file as it is.
     """
 
     strategy: str
     options: Mapping[str, Scalar]
     codec: str
+    defaults: Mapping[str, Scalar] = field(default_factory=dict)
     is_written: bool = False
 
     @property
@@ -53,7 +57,7 @@ class Candidate:
         if self.strategy in ADAPTIVE:
             return ""
         for name, noun in (("seconds", "s"), ("iterations", "iterations"), ("epochs", "epochs")):
-            value = self.options.get(name, get_settings(self.strategy).get(name))
+            value = {**get_settings(self.strategy), **self.defaults, **self.options}.get(name)
             if value is not None:
                 return f"{value:g} {noun.removesuffix('s') if value == 1 and len(noun) > 1 else noun}"
         return ""
@@ -77,7 +81,11 @@ class Candidate:
 def make_written(config: RunConfig) -> Candidate:
     """Returns the run file as it is."""
     return Candidate(
-        strategy=config.strategy.name, options=config.strategy.options, codec=config.compression.up, is_written=True
+        strategy=config.strategy.name,
+        options=config.strategy.options,
+        codec=config.compression.up,
+        defaults=_recommend(config, config.strategy.name),
+        is_written=True,
     )
 
 
@@ -91,11 +99,18 @@ def list_candidates(config: RunConfig) -> list[Candidate]:
     codecs = dict.fromkeys([config.compression.up, *CODECS])
     found = {(written := make_written(config)).key: written}
     for name in names:
+        defaults = _recommend(config, name)
         for options in _vary_work(config, name):
             for codec in codecs:
-                candidate = Candidate(strategy=name, options=options, codec=codec)
+                candidate = Candidate(strategy=name, options=options, codec=codec, defaults=defaults)
                 found.setdefault(candidate.key, candidate)
     return [*found.values()]
+
+
+def _recommend(config: RunConfig, name: str) -> dict[str, Scalar]:
+    """Returns the settings that the run's task recommends for a strategy."""
+    known = get_settings(name)
+    return {key: value for key, value in list_recommended(make_run_task(config), name).items() if key in known}
 
 
 def _vary_work(config: RunConfig, name: str) -> Iterator[dict[str, Scalar]]:

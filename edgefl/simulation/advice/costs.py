@@ -98,9 +98,9 @@ def compute_round_cost(
         candidate: its strategy, work and codec.
         boards: at least one.
         sizes: of what travels.
-        defaults: settings of the strategy that the candidate does not name: `batch_size`, `epochs`, `iterations`.
+        defaults: of the strategy's settings.
     """
-    options = {**defaults, **candidate.options}
+    options = {**defaults, **candidate.defaults, **candidate.options}
     batch_size = int(options.get("batch_size") or 32)
     step_s = [board.iteration_s(batch_size) for board in boards]
     up, down = sizes.count_up(candidate), sizes.count_down(candidate)
