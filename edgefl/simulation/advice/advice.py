@@ -588,10 +588,6 @@ def _correct(option: Option, corrections: Mapping[str, float]) -> Option:
     )
 
 
-def _has_goal(config: RunConfig) -> bool:
-    return config.run.accuracy is not None or config.run.until is not None
-
-
 def _apply_goal(config: RunConfig, request: Request) -> tuple[RunConfig, MetricGoal | None]:
     """Returns the run file with the goal asked for, and the goal; None where neither says one."""
     if request.goal is not None:

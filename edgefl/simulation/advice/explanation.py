@@ -35,6 +35,7 @@ def make_rows(advice: Advice) -> list[Json]:
             "memory_bytes": option.memory_bytes,
             "waiting": option.waiting,
             "lost": option.lost,
+            "loss_risk": option.cost.loss_risk,
             "quality": option.quality,
             "reached": option.is_reached,
             "front": option.is_front,
