@@ -53,6 +53,8 @@ DEFAULT_SECONDS = 60.0
 MAX_SIMULATED = 12
 NUM_PURSUED, MAX_OF_STRATEGY = 3, 3
 """Strategies of which further codecs and amounts of work are simulated, and how many of each."""
+SAFE_CODEC = "ef|int8"
+"""Codec that is tried with each of them."""
 RESERVE, WRITTEN_SHARE, LEADING_SHARE = 0.1, 0.4, 0.6
 """Of the time: for what comes before and after; for the run file as it is; of the rest for one of each strategy."""
 PATIENCE, TIGHT_PATIENCE = 3.0, 1.5
@@ -464,10 +466,13 @@ class _Search:
         best = [*dict.fromkeys(option.candidate.strategy for option in ranked)][:NUM_PURSUED]
         keys, num_left = {one.key for one in tried}, self.request.num_simulated - len(tried)
         chosen, counts = list[Candidate](), Counter[str]()
-        for candidate in self._sort(costs):
-            name = candidate.strategy
-            if name in best and candidate.key not in keys and counts[name] < MAX_OF_STRATEGY:
-                chosen.append(candidate)
+        others = [one for one in self._sort(costs) if one.strategy in best and one.key not in keys]
+        # One that hardly loses anything, first: what lighter ones cost in progress is only assumed.
+        safe = {one.strategy: one for one in reversed(others) if one.codec == SAFE_CODEC}
+        for key in dict.fromkeys([*(one.key for one in safe.values()), *(one.key for one in others)]):
+            name = key[0]
+            if counts[name] < MAX_OF_STRATEGY:
+                chosen.append(next(one for one in others if one.key == key))
                 counts[name] += 1
         chosen.sort(key=lambda one: best.index(one.strategy))  # stable: within a strategy by arithmetic
         return [one for one in chosen[: max(0, num_left)] if not self._find_error(one)]

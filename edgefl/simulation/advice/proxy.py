@@ -59,7 +59,7 @@ def write_proxy_shards(
 
 
 def _resize(rows: Array, count: int, seed: int, number: int) -> Array:
-    """Returns `count` of the rows in their order; all of them as often as they go in, the rest drawn."""
+    """Returns `count` of the rows in their order; all of them as often as they go in, the rest sampled."""
     times, rest = divmod(count, len(rows))
-    drawn = derive_rng(seed, "proxy", str(number)).permutation(len(rows))[:rest]
-    return np.sort(np.concatenate([*([rows] * times), rows[drawn]]))
+    sampled = derive_rng(seed, "proxy", str(number)).permutation(len(rows))[:rest]
+    return np.sort(np.concatenate([*([rows] * times), rows[sampled]]))
