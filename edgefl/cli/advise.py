@@ -144,7 +144,7 @@ def advise_run(  # noqa: PLR0913 the options of one command
     from edgefl.client.advice import advise  # noqa: PLC0415 fast start
     from edgefl.core.config import load_run  # noqa: PLC0415 likewise
 
-    config = apply_options(load_run(file), test, None, None, None, None)
+    config = apply_options(load_run(file), test, None, None)
     devices = list_shards(shards) or options.pop("devices")
     options.pop("devices", None)
     with silence_recorder():

@@ -116,7 +116,7 @@ def privacy(  # noqa: PLR0913 one per option
     is_cut = devices is not None or data is not None or scheme is not None
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=False, trains=True)
     config, fleet_data = prepare_simulation(
-        apply_options(load_run(file), test, seed, None, None, None),
+        apply_options(load_run(file), test, seed, None),
         devices=list_shards(shards) or devices,
         data=data,
         scheme=scheme,

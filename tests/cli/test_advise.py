@@ -134,7 +134,7 @@ def test_a_goal_out_of_reach_ends_with_its_exit_code_and_says_so_as_json(run, ru
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--goal", "rmse <= 3"), "--goal: the task declares no metric rmse"),
+        (("--goal", "rmse <= 3"), "--goal: the task declares no metric 'rmse'"),
         (("--budget", "time"), "--budget must be time, bytes or energy, =, and a number above 0, such as time=600"),
         (("--budget", "money=3"), "--budget must be time, bytes or energy"),
         (("--budget", "time=nan"), "--budget must be time, bytes or energy"),
