@@ -33,7 +33,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── ClonedError              39  another agent works under this device's identity: this one is the copy
 ├── NotFoundError            40  no such run, device or model
 ├── RunFailedError           41  the run ended without reaching its goal
-├── UnsoundError             50  `edgefl doctor` found a problem, or `edgefl flower check` a reason not to run
+├── UnsoundError             50  `edgefl doctor` or `flower check` found a problem, `edgefl audit` a broken promise
 ├── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
 └── DriftError               52  `edgefl data drift` found a column above its threshold
 """

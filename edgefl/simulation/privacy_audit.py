@@ -204,11 +204,11 @@ def _compute_binomial(number: int, probability: float) -> Array:
 
 def compute_auc(scores: Array, is_included: Array) -> float:
     """Returns the area under the ROC curve, ties as one half; 0.5 where all or none took part."""
-    above, below = scores[is_included], scores[~is_included]
+    above, below = scores[is_included], np.sort(scores[~is_included])
     if not len(above) or not len(below):
         return 0.5
-    pairs = np.sign(above[:, None] - below[None, :])
-    return float(0.5 + 0.5 * np.nan_to_num(pairs).mean())
+    lower, upper = (np.searchsorted(below, above, side) for side in ("left", "right"))
+    return float((lower + upper).mean() / (2 * len(below)))
 
 
 class CanaryTrainer(SimulatedTrainer):
@@ -263,8 +263,13 @@ def _audit_devices(
     """Returns the displacement of the model along each canary's direction, and the run's id."""
     if config.devices.names or config.devices.groups:
         raise ConfigError("an audit is of all devices; leave devices.names and devices.groups out")
-    if config.adapt.is_used or config.split.after is not None or config.simulation.accelerator != "cpu":
-        raise ConfigError("an audit of devices has no [adapt], no [split], and trains on the CPU")
+    section = config.simulation
+    if config.adapt.is_used or config.split.after is not None or config.secure_aggregation.enabled:
+        raise ConfigError("an audit of devices has no [adapt], no [split] and no [secure_aggregation]")
+    if section.accelerator != "cpu" or section.engine == "ray" or section.workers:
+        raise ConfigError(
+            "an audit of devices trains in this process, on the CPU; leave accelerator, engine and workers out"
+        )
     components = build_run(config, "simulated")
     _check_size(components.shapes, len(is_included))
     num_devices, chosen = len(data.shards), np.flatnonzero(is_included)
@@ -292,8 +297,10 @@ def _audit_devices(
 
 def _solve_directions(shapes: ModelSpec, seed: int, number: int, moved: Mapping[str, Array]) -> Array:
     """Returns how far the model moved along each direction, in least squares, so that none counts for another."""
-    directions = np.stack([_flatten(_draw_direction(shapes, seed, index)) for index in range(number)])
     target = _flatten({name: moved[name] for name in _draw_direction(shapes, seed, 0)})
+    directions = np.empty((number, target.size), np.float32)
+    for index in range(number):
+        directions[index] = _flatten(_draw_direction(shapes, seed, index))
     solved: Array = np.linalg.lstsq(directions @ directions.T, directions @ target, rcond=None)[0]
     return solved
 
@@ -343,8 +350,10 @@ def _choose_rows(data: FleetData, number: int, rng: np.random.Generator) -> Arra
     if any(shard.blocks for shard in data.shards):
         raise ConfigError("an audit of examples has each on one device; simulation.scheme gives blocks to several")
     rows = np.concatenate([shard.train for shard in data.shards])
+    if data.pool.weak is not None:
+        rows = rows[~data.pool.weak[rows]]  # a guess is no class to be wrong about
     if 2 * number > len(rows):
-        raise DataError(f"{number} canaries are more than half of the {len(rows)} examples; take fewer")
+        raise DataError(f"{number} canaries are more than half of the {len(rows)} examples with a class; take fewer")
     return rng.choice(rows, number, replace=False)
 
 

@@ -84,6 +84,7 @@ def test_scores_that_say_nothing_prove_nothing():
     assert compute_auc(np.zeros(400), included) == 0.5
     assert compute_auc(included.astype(float), included) == 1.0
     assert compute_auc(-included.astype(float), included) == 0.0
+    assert compute_auc(np.array([2.0, 1.0, 1.0, 0.0]), np.array([True, True, False, False])) == 0.875
 
 
 def test_devices_leave_traces_in_a_run_without_privacy(audit):
@@ -157,7 +158,8 @@ def test_canaries_are_as_the_coin_says_whatever_is_audited(audit):
         ({}, {"num_canaries": 5000}, ConfigError, "5000 canaries are too many for a model of [0-9]+ parameters"),
         ({}, {"num_canaries": 5000, "unit": "example"}, DataError, "5000 canaries are more than half of the"),
         ({"devices": {"groups": ["lab"]}}, {}, ConfigError, "leave devices.names and devices.groups out"),
-        ({"simulation": {"accelerator": "cuda"}}, {}, ConfigError, "trains on the CPU"),
+        ({"simulation": {"accelerator": "cuda"}}, {}, ConfigError, "in this process, on the CPU"),
+        ({"simulation": {"workers": 2}}, {}, ConfigError, "in this process, on the CPU"),
     ],
 )
 def test_what_cannot_be_audited_is_said_in_a_line(audit, changes, options, error, message):
