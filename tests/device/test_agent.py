@@ -49,7 +49,7 @@ class SlowNetwork:
 
 def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     agent, network = Agent(state), SlowNetwork()
-    agent._work_loop.supernode, agent._trainer.train = network, network.train
+    agent._work_loop.supernode = agent._work_loop._secure_worker = network
     serving = threading.Thread(target=agent._run_work_loop)
     serving.start()
     for _ in range(2):
