@@ -45,7 +45,10 @@ def test_a_run_without_privacy_is_audited_by_devices_and_promises_nothing(run, w
     assert row["epsilon_lower"] > 1.0
 
 
-@pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+@pytest.mark.skipif(
+    find_spec("dp_accounting") is None,
+    reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt",
+)
 def test_a_promise_that_does_not_hold_has_an_exit_code_of_its_own(run, write, monkeypatch):
     file = write(PLAIN + PRIVATE)
     assert run("audit", "privacy", file, *WORDS).code == 0
