@@ -1058,6 +1058,7 @@ def _apply_overrides(tables: dict[str, Any], overrides: Mapping[str, Scalar]) ->
 def _suggest_setting(name: str) -> str:
     """Returns a hint for a setting that was named without its section."""
     sections: dict[str, Any] = {key: option.annotation for key, option in list_options(RunConfig).items()}
+    del sections["advice"]  # what is written into a file, and set by nobody
     known = {item: key for key, kind in sections.items() if isinstance(kind, type) for item in list_options(kind)}
     similar = find_similar(name, known)
     return "such as strategy.learning_rate" if similar is None else f"did you mean {known[similar]}.{similar}?"

@@ -6,7 +6,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── DataError                4   a shard or data set that is damaged, foreign or missing
 ├── TaskError                5   an unknown task, or one that cannot run here (torch missing)
 ├── StrategyError            6   an unknown strategy, or one that broke its contract
-│   └── PrivacyBudgetError   9   a version that the privacy budget has no room for
+│   ├── PrivacyBudgetError   9   a version that the privacy budget has no room for
+│   └── SecureAggregationError 16 a message or sum that breaks the protocol of secure aggregation
 ├── CodecError               7   a body that cannot be decoded, or an unknown codec
 ├── MissingPackageError      8   a package of an extra that is not installed
 ├── StoreError               10  the database or a model file cannot be used
@@ -86,6 +87,8 @@ class PrivacyBudgetError(StrategyError):
 
 class SecureAggregationError(StrategyError):
     """A message or sum breaks the protocol of secure aggregation, or asks for what a board never gives."""
+
+    exit_code = 16
 
 
 class CodecError(EdgeflError):
