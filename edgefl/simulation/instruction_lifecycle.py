@@ -30,7 +30,7 @@ from edgefl.simulation.backends.trainer import (
 from edgefl.simulation.collective_groups import CollectiveGroups
 from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
-from edgefl.simulation.secure_boards import SecureBoards, is_step_without_training
+from edgefl.simulation.secure_boards import SecureBoards, is_step_without_training, make_training_instruction
 
 _ROUNDING_S = 1e-9
 """Of the sum of two latencies."""
@@ -83,7 +83,7 @@ class InstructionLifecycle:
             instruction=instruction,
             device=device,
             boot_count=device.boot_count,
-            job=TrainingJob(instruction=instruction, model=model),
+            job=TrainingJob(instruction=make_training_instruction(instruction), model=model),
             dispatched_s=now_s,
             download_bytes=num_bytes,
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from edgefl.core.errors import SecureAggregationError
 from edgefl.core.secure_aggregation.messages import CERTIFICATE_BYTES
-from edgefl.core.types import Array, SecureStep
+from edgefl.core.types import Array, SecureStep, TrainInstruction
 from edgefl.simulation.backends.trainer import TrainingResult
 from edgefl.simulation.device import InFlightWork
 
@@ -94,6 +94,13 @@ class SecureBoards:
             participant = Participant(SimulatedIdentity(device.device_id), ConsentRecorder())
             self._participants[device.device_id] = device.boot_count, participant
         return participant
+
+
+def make_training_instruction(instruction: TrainInstruction) -> TrainInstruction:
+    """Returns what the training of an instruction sees: messages of secure aggregation are not for it."""
+    if instruction.plan.secure is None:
+        return instruction
+    return replace(instruction, plan=replace(instruction.plan, messages=()))
 
 
 def is_step_without_training(work: InFlightWork) -> bool:

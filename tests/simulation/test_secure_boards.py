@@ -11,7 +11,7 @@ from edgefl.storage.checkpoints import load_model_file
 def simulate(tmp_path):
     numbers = iter(range(100))
 
-    def run(*, is_secure, faults="", rounds=3, devices=5, workers=0, **strategy):
+    def run(*, is_secure, faults="", rounds=3, devices=5, workers=0, privacy=None, **strategy):
         (tmp_path / "faults.toml").write_text(faults)
         tables = {
             "run": {"task": "digits", "rounds": rounds, "evaluate_every": 100, "local_test_fraction": 0.0},
@@ -26,6 +26,8 @@ def simulate(tmp_path):
                 "detect_s": 1.0,
             },
         }
+        if privacy:
+            tables["privacy"] = privacy
         if is_secure:
             tables["secure_aggregation"] = {"enabled": True, "threshold": 0.6, "clip": 4.0}
         folder = tmp_path / str(next(numbers))
@@ -59,3 +61,14 @@ def test_a_board_that_dies_is_left_out_and_the_others_go_on(simulate):
     assert result.status == "finished"
     assert len(last) == 4
     assert name not in last
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_boards_mask_updates_with_noise_and_say_what_they_have_spent(simulate, workers):
+    privacy = {"unit": "example", "epsilon": 20.0, "delta": 1e-4, "clip": 1.0}
+    settings = {"privacy": privacy, "workers": workers, "momentum": 0.0}
+    plain, secure = (simulate(is_secure=is_secure, **settings) for is_secure in (False, True))
+    assert [row["outcome"] for row in secure.updates] == ["used"] * 15
+    assert secure.metrics["accuracy"] > 0.5
+    assert [row["facts"]["epsilon"] for row in secure.rounds] == [row["facts"]["epsilon"] for row in plain.rounds]
+    assert 0.0 < secure.rounds[-1]["facts"]["epsilon"] <= 20.0

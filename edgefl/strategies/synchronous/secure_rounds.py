@@ -25,6 +25,7 @@ import numpy as np
 from edgefl.core.config import SecureAggregationSection
 from edgefl.core.errors import SecureAggregationError, StrategyError
 from edgefl.core.types import (
+    EPSILON,
     Array,
     Decision,
     FleetView,
@@ -126,7 +127,8 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         return state, Decision(instructions=instructions, next_wake_s=self._compute_next_wake_s(state, view))
 
     def receive(self, state: SecureState, update: Update) -> SecureState:
-        """Takes over the answer to a step; one that is late, repeated or malformed changes nothing."""
+        """Takes over the answer to a step; one that is late, repeated or malformed changes nothing but the spent ε."""
+        state.epsilon = max(state.epsilon, update.metrics.extra.get(EPSILON, 0.0))
         attempt = state.secure
         device_id = None if attempt is None else attempt.asked.get(update.assignment_id)
         if attempt is None or device_id is None or device_id in attempt.answered or device_id != update.device_id:
