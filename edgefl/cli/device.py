@@ -229,6 +229,7 @@ def status(root: Path | None, style: str) -> None:
         "confine": device.confine,
         "min_group": device.min_group,
         "max_epsilon": device.max_epsilon,
+        "only_masked": device.only_masked,
         "drift_references": dict(device.drift_references),
         "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),

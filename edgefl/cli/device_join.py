@@ -299,6 +299,13 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     'privacy.unit = "example" are refused then. 0 ends it.',
 )
 @click.option(
+    "--only-masked/--also-unmasked",
+    "only_masked",
+    default=None,
+    help="Train in runs with secure aggregation alone, so that no update, sum or node of this board is sent without "
+    "masks; or in all runs, as at first.",
+)
+@click.option(
     "--drift",
     "drifts",
     multiple=True,
@@ -314,15 +321,17 @@ def set_(  # noqa: PLR0913 one argument per option
     conditions: str | None,
     min_group: int | None,
     max_epsilon: float | None,
+    only_masked: bool | None,
     drifts: tuple[str, ...],
 ) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if all(value is None for value in (max_temperature, confine, conditions, min_group, max_epsilon)) and not drifts:
+    values = max_temperature, confine, conditions, min_group, max_epsilon, only_masked
+    if all(value is None for value in values) and not drifts:
         raise UsageError(
             "nothing to set; give --max-temperature CELSIUS, or none for no limit, --conditions FILE, "
-            "--confine POLICY, --min-group N, --max-epsilon EPSILON, or --drift TASK=first"
+            "--confine POLICY, --min-group N, --max-epsilon EPSILON, --only-masked, or --drift TASK=first"
         )
     references = [_parse_reference(text) for text in drifts]
     state = DeviceStateDir.load(root)
@@ -344,6 +353,9 @@ def set_(  # noqa: PLR0913 one argument per option
         click.echo(
             f"{state.device_id} lets a task spend " + (f"epsilon {max_epsilon:g}" if max_epsilon else "any epsilon")
         )
+    if only_masked is not None:
+        state.update(only_masked=only_masked)
+        click.echo(f"{state.device_id} trains " + ("with secure aggregation alone" if only_masked else "in all runs"))
     for task, reference in references:
         _save_reference(state, task, reference)
 

@@ -423,6 +423,7 @@ class Agent:
             get_min_group=lambda: state.settings.min_group,
             get_drift_references=lambda: state.settings.drift_references,
             get_max_epsilon=lambda: state.settings.max_epsilon,
+            get_only_masked=lambda: state.settings.only_masked,
             check_conditions=self._gate.require,
             get_yields=lambda: self._gate.conditions.yields,
             charge_traffic=self._gate.charge_traffic,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgefl.core.errors import DataError, EdgeflError
-from edgefl.core.protocol import INSTRUCTION_VERSION
+from edgefl.core.protocol import INSTRUCTION_VERSION, SECURE_KEY
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json, PeerMessage, SecureAggregationConfig, SecureStep
 from edgefl.device.state_dir import DeviceStateDir
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 CONSENTS_FILE = "secure-aggregation.json"
 """Of the last consent of each run."""
 MAX_CONSENTS_BYTES = 1024 * 1024
-SECURE_KEY = "secure"
-"""Key in the plan of an instruction that is a step of secure aggregation."""
 
 Content = tuple[Json, bytes]
 Train = Callable[[Json, bytes], Content]

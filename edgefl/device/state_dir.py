@@ -53,7 +53,8 @@ class DeviceSettings:
     `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`;
     an analysis is about no fewer than `min_group` of its examples; `drift_references` has by task what its newest
     data is compared with, a path or `first`; a task may spend at most `max_epsilon` of its examples' privacy over all
-    runs, and then trains in private runs alone; None means no limit.
+    runs, and then trains in private runs alone; None means no limit; with `only_masked` it trains in runs with
+    secure aggregation alone.
     """
 
     device_id: str
@@ -72,6 +73,7 @@ class DeviceSettings:
     min_group: int = DEFAULT_MIN_GROUP
     drift_references: Mapping[str, str] = field(default_factory=dict)
     max_epsilon: float | None = None
+    only_masked: bool = False
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -301,6 +303,8 @@ def _check_limits(path: Path, settings: DeviceSettings) -> None:
         isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf
     ):
         raise ConfigError(f"{path} is damaged: max_epsilon must be a number above 0 or null, got {epsilon!r:.40}")
+    if not isinstance(settings.only_masked, bool):
+        raise ConfigError(f"{path} is damaged: only_masked must be true or false, got {settings.only_masked!r:.40}")
 
 
 def _is_text_list(value: object) -> bool:

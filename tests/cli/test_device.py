@@ -91,6 +91,20 @@ def test_the_most_that_examples_may_lose_of_their_privacy_is_the_owner_s_and_wit
     refused(["device", "status", "--state", joined], 3, "max_epsilon must be a number above 0 or null, got -1")
 
 
+def test_that_updates_leave_with_masks_alone_is_the_owner_s_and_not_so_at_first(run, joined, refused):
+    def find():
+        return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["only_masked"]
+
+    assert find() is False
+    assert "with secure aggregation alone" in run("device", "set", "--only-masked", "--state", joined).out
+    assert (find(), limit(joined)) == (True, 75.0)
+    assert "in all runs" in run("device", "set", "--also-unmasked", "--state", joined).out
+    assert find() is False
+    path = joined / "device.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "only_masked": 1}))
+    refused(["device", "status", "--state", joined], 3, "only_masked must be true or false, got 1")
+
+
 def test_what_new_data_is_compared_with_is_the_owner_s_and_nothing_at_first(run, joined, refused, tmp_path):
     def find():
         return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["drift_references"]

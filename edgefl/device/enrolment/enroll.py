@@ -167,6 +167,7 @@ def _complete_enrolment(
                 max_temperature_c=previous.max_temperature_c,
                 min_group=previous.min_group,
                 max_epsilon=previous.max_epsilon,
+                only_masked=previous.only_masked,
                 drift_references=previous.drift_references,
             )
         cert_pem = parse_certificate(reply, key_pem)

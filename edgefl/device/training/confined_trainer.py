@@ -186,15 +186,15 @@ class ConfiningTrainer(DeviceTrainer):
 
     def remove_expired(self) -> None:
         super().remove_expired()
-        if self.node_run and self._get_max_epsilon() is not None:
-            self._stop_process()  # what a node sends has no bound
+        if self.node_run and self.refuses_nodes:
+            self._stop_process()
         is_idle = self._process is not None and time.monotonic() - self._used_s > IDLE_S
         if is_idle and self._transport is None:
             self._stop_process()
 
     def resume(self) -> None:
         super().resume()
-        if self._get_max_epsilon() is not None:
+        if self.refuses_nodes:
             return
         instruction = load_node_instruction(self._state_dir / CONFINED_FOLDER / INSTRUCTION_FILE) or {}
         task = str(instruction.get("task"))

@@ -35,8 +35,10 @@ from edgefl.core.protocol import (
     BASE_TRAFFIC_KEY,
     EXAMPLE_UNIT,
     INSTRUCTION_VERSION,
+    JOB_LIMITS,
     NEXT_MODEL_HASH_KEY,
     PRIVACY_KEY,
+    SECURE_KEY,
     finite_or_none,
 )
 from edgefl.core.types import (
@@ -127,6 +129,7 @@ class DeviceTrainer:
         get_min_group: returns the least number of examples that an analysis may be about.
         get_drift_references: returns by task what its data is compared with, as `DriftWatch`.
         get_max_epsilon: returns the most ε that a task may spend over all runs, at `LIMIT_DELTA`; None for no limit.
+        get_only_masked: returns whether what this board trains may leave it in secure aggregation alone.
         check_conditions: called at every iteration; raises `ConditionsEndedError` where this board may not go on.
         charge_traffic: called with the bytes of a base before it is fetched; raises likewise.
     """
@@ -151,11 +154,13 @@ class DeviceTrainer:
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
         get_drift_references: Callable[[], Mapping[str, str]] = dict,
         get_max_epsilon: Callable[[], float | None] = lambda: None,
+        get_only_masked: Callable[[], bool] = lambda: False,
         check_conditions: Callable[[], None] = lambda: None,
         charge_traffic: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._check_conditions = check_conditions
         self._get_source, self._get_max_epsilon = get_source, get_max_epsilon
+        self._get_only_masked = get_only_masked
         self._health_sampler, self._on_alive = health_sampler, on_alive
         self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
@@ -218,6 +223,11 @@ class DeviceTrainer:
         """Returns the run of an autonomous node, "" without one."""
         return self._gossip_worker.run_id
 
+    @property
+    def refuses_nodes(self) -> bool:
+        """Returns whether the owner asks for a bound, or for masks: what a node of a graph sends has neither."""
+        return self._get_max_epsilon() is not None or self._get_only_masked()
+
     def finish_early(self, assignment_id: str) -> None:
         """Ends an assignment after its current iteration; the partial update is sent."""
         with self._lock:
@@ -245,8 +255,8 @@ class DeviceTrainer:
 
     def resume(self) -> None:
         """Resumes the node of an earlier run of the agent; needs no coordinator."""
-        if self._get_max_epsilon() is not None:
-            return  # what a node sends has no bound
+        if self.refuses_nodes:
+            return
         self._gossip_worker.resume()
 
     def complete_run(self, run: str) -> None:
@@ -409,8 +419,8 @@ class DeviceTrainer:
     def _pace_node(self, should_stop: Callable[[], bool]) -> None:
         """Waits while the board is too hot; a node stops where it may not go on, until its next work."""
         self._thermal_pacer.wait_until_cool(should_stop)
-        if self._get_max_epsilon() is not None:
-            log.info("the node stops: its owner limits what examples lose, and what a node sends has no bound")
+        if self.refuses_nodes:
+            log.info("the node stops: what it sends has neither masks nor a bound, which its owner asks for")
             self._gossip_worker.pause()
             return
         try:
@@ -633,8 +643,13 @@ class DeviceTrainer:
     def _refuse_unbounded(self, header: Json) -> str | None:
         """Returns why this board may not take part in what a header is of; None where it may.
 
-        Where the owner limits what examples lose of their privacy, work without a bound may not use them.
+        Where the owner limits what examples lose of their privacy, work without a bound may not use them; where the
+        owner asks for masks, none whose result leaves the board without them.
         """
+        if self._get_only_masked() and not _is_masked(header):
+            return (
+                "its owner lets it send masked updates alone (--only-masked), and this run has no secure aggregation"
+            )
         limit = self._get_max_epsilon()
         if limit is None:
             return None
@@ -787,6 +802,20 @@ class DeviceTrainer:
         if instruction.keeps_model:
             self._client_state.update_model(instruction.run, instruction.version, model)
         return model
+
+
+def _is_masked(header: Json) -> bool:
+    """Returns whether all that comes of an instruction's training is an update that the agent masks."""
+    if "phase" in header:
+        return header.get(SECURE_KEY) is True
+    plan = header.get("plan")
+    others = header.get("split"), header.get(ANALYSIS_KEY)
+    return (
+        isinstance(plan, Mapping)
+        and plan.get(SECURE_KEY) is not None
+        and JOB_LIMITS not in header
+        and all(value is None for value in (*others, plan.get("node"), plan.get("collective")))
+    )
 
 
 def make_refusal(header: Json, reason: str) -> Json:

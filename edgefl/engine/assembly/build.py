@@ -27,6 +27,7 @@ from edgefl.core.protocol import (
     INSTRUCTION_VERSION,
     PERSONAL_KEY,
     PRIVACY_KEY,
+    SECURE_KEY,
     SLICES_KEY,
     model_fingerprint,
 )
@@ -221,6 +222,7 @@ def _make_header(
         **({"split": {**asdict(split.section), "num_outputs": split.cut.num_outputs}} if split is not None else {}),
         **({ADAPT_KEY: adapted.plan.to_json()} if adapted is not None else {}),
         **({PRIVACY_KEY: EXAMPLE_UNIT} if config.privacy.unit == EXAMPLE_UNIT else {}),
+        **({SECURE_KEY: True} if config.secure_aggregation.enabled else {}),
     }
 
 

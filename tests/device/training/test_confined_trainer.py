@@ -264,6 +264,14 @@ def test_no_confined_node_is_resumed_or_goes_on_where_the_owner_limits_epsilon(t
     assert (calls, board.trainer.node_run) == (["resume", "close"], "")
 
 
+def test_nothing_is_confined_without_masks_where_the_owner_asks_for_them(tmp_path):
+    board, calls = Board(tmp_path, "always", get_only_masked=lambda: True), []
+    board.trainer._call = lambda task, name, *_: calls.append(name)
+    board.trainer.resume()
+    assert "--only-masked" in board.trainer.train(board.header(), b"")[0]["error"]
+    assert calls == []
+
+
 def test_no_base_is_fetched_for_a_task_without_a_shard(tmp_path, monkeypatch):
     own, fetched = Board(tmp_path, "always"), []
     monkeypatch.setattr(own.trainer._bases, "fetch", fetched.append)

@@ -930,12 +930,40 @@ def test_a_board_whose_owner_limits_epsilon_takes_part_in_private_runs_alone(tmp
     assert "an evaluation has no bound; set run.evaluate_on" in device.evaluate()[0]["error"]
 
 
-def test_a_node_that_runs_stops_where_its_owner_then_limits_epsilon(tmp_path, shard):
+SECURE = {"step": "update", "group": "g", "version": 0, "threshold": 0.67, "clip": 1.0, "max_examples": 9}
+
+
+def test_a_board_whose_owner_asks_for_masks_trains_in_secure_aggregation_alone(tmp_path, shard):
+    device = limited(tmp_path, shard, None)
+    device.trainer._get_only_masked = lambda: True
+    plan = device.header()["plan"]
+    masked = {**plan, "secure": {**SECURE, "num_members": 3}}
+    collective = {"collective": "ring", "group": "g", "members": ["pi"], "weighting": "examples"}
+    unmasked = (
+        {}, ASKED, {"secure": True}, {"plan": "?"}, {"plan": {**masked, "node": {}}}, {**ASKED, "plan": masked},
+        {"plan": {**masked, "collective": collective}}, {"plan": masked, "split": {"after": "x"}},
+        {"plan": masked, "job": {"deadline_s": 3}},
+    )  # fmt: skip
+    for changes in unmasked:
+        header, body = device.trainer.train(device.header(**changes), device.model())
+        assert (body, "masked updates alone (--only-masked)" in header["error"]) == (b"", True)
+    layout = model_fingerprint(device.shapes)
+    answers = [
+        device.trainer.train(device.header(**READY, layout=layout, **more), b"")[0] for more in ({}, {"secure": True})
+    ]
+    assert [answer["ready"] for answer in answers] == [False, True]
+    assert "error" not in device.train(plan=masked)[0]
+
+
+@pytest.mark.parametrize("limit", [{"_get_max_epsilon": lambda: 3.0}, {"_get_only_masked": lambda: True}])
+def test_a_node_that_runs_stops_where_its_owner_then_limits_what_it_sends(tmp_path, shard, limit):
     device, calls = limited(tmp_path, shard, None), []
     device.trainer._gossip_worker.pause = lambda: calls.append("pause")
+    device.trainer._gossip_worker.resume = lambda: calls.append("resume")
     device.trainer._pace_node(lambda: False)
     assert not calls
-    device.trainer._get_max_epsilon = lambda: 3.0
+    vars(device.trainer).update(limit)
+    device.trainer.resume()
     device.trainer._pace_node(lambda: False)
     assert calls == ["pause"]
 
