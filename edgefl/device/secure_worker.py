@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgefl.core.errors import DataError, EdgeflError
+from edgefl.core.errors import DataError, EdgeflError, SecureAggregationError
 from edgefl.core.protocol import INSTRUCTION_VERSION, SECURE_KEY
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json, PeerMessage, SecureAggregationConfig, SecureStep
@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 CONSENTS_FILE = "secure-aggregation.json"
 """Of the last consent of each run."""
-MAX_CONSENTS_BYTES = 1024 * 1024
+MAX_RUN_CHARACTERS = 200
+MAX_CONSENTS_BYTES = 2 * 1024 * 1024
+"""Of a thousand runs with ids of as many characters, each of which JSON may write as six."""
 
 Content = tuple[Json, bytes]
 Train = Callable[[Json, bytes], Content]
@@ -60,11 +62,12 @@ class SecureWorker:
             return {**reply, "error": "the answer to it is not held here", "requires_full_model": True}, b""
         try:
             config = SecureAggregationConfig.from_json(plan[SECURE_KEY])
+            run = _check_instruction(header, config)
             messages, rest = decode_messages(header.get("messages", []), body)
             if config.step == SecureStep.UPDATE:
                 return self._send_update(header, config, messages, rest)
             started_s = time.process_time()
-            answer = self._get_participant(config).answer(str(header["run"]), config, messages)
+            answer = self._get_participant(config).answer(run, config, messages)
         except EdgeflError as error:
             log.warning("assignment %s failed: %s", header.get("assignment"), error)
             return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
@@ -110,6 +113,25 @@ class SecureWorker:
         return self._participant
 
 
+def _check_instruction(header: Json, config: SecureAggregationConfig) -> str:
+    """Returns the run of a step, whose consents are kept under it.
+
+    Raises:
+        SecureAggregationError: its id is too long to be kept, or the model is of another version than the sum.
+    """
+    run = header["run"]
+    if not isinstance(run, str) or len(run) > MAX_RUN_CHARACTERS:
+        raise SecureAggregationError(
+            f"the id of a run with secure aggregation is a text of up to {MAX_RUN_CHARACTERS} characters, "
+            f"got {run!r:.40}"
+        )
+    if header["version"] != config.version:
+        raise SecureAggregationError(
+            f"the sum is of version {config.version!r:.20}, and the instruction of {header['version']!r:.20}"
+        )
+    return run
+
+
 def load_consents(path: Path) -> ConsentRecorder:
     """Returns the consents that a board has given, from a file to which later ones are written.
 
@@ -123,7 +145,7 @@ def load_consents(path: Path) -> ConsentRecorder:
         write_atomic(path, json.dumps(content, separators=(",", ":")).encode())
 
     try:
-        found = parse_json(path.read_bytes()[:MAX_CONSENTS_BYTES]) if path.exists() else {}
+        found = parse_json(_read_consents(path)) if path.exists() else {}
         consents = OrderedDict(
             (str(run), Consent(version=int(item["version"]), digest=str(item["digest"])))
             for run, item in found.items()
@@ -134,3 +156,11 @@ def load_consents(path: Path) -> ConsentRecorder:
             "run with secure aggregation is under way"
         ) from None
     return ConsentRecorder(consents=consents, save=save)
+
+
+def _read_consents(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MAX_CONSENTS_BYTES + 1)
+    if len(content) > MAX_CONSENTS_BYTES:
+        raise ValueError(f"it has more than {MAX_CONSENTS_BYTES} bytes")
+    return content

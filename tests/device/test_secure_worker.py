@@ -8,7 +8,7 @@ import pytest
 from edgefl.coordinator.pki import create_authority, issue_client_certificate
 from edgefl.core.errors import DataError
 from edgefl.core.types import PeerMessage, SecureAggregationConfig, SecureStep, TrainConfig
-from edgefl.device.secure_worker import CONSENTS_FILE, SecureWorker, load_consents
+from edgefl.device.secure_worker import CONSENTS_FILE, MAX_CONSENTS_BYTES, SecureWorker, load_consents
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encode_messages
 
 NAMES = ("a", "b", "c")
@@ -40,7 +40,14 @@ class Board:
         messages = [PeerMessage(edge=(sender, self.name), step=0, body=body) for sender, body in dict(bodies).items()]
         index, body = encode_messages(messages, model)
         plan = TrainConfig(iterations=1, secure=config).to_json()
-        header = {"v": 2, "run": "r", "assignment": f"r/{step}", "plan": plan, "messages": index}
+        header = {
+            "v": 2,
+            "run": "r",
+            "version": config.version,
+            "assignment": f"r/{step}",
+            "plan": plan,
+            "messages": index,
+        }
         reply, content = self.worker.train(header, body)
         if "error" in reply:
             return reply
@@ -120,12 +127,26 @@ def test_training_that_fails_sends_no_vector(boards):
         ({"secure": {"step": "keys", **CONFIG, "clip": "x"}}, []),
         ({"secure": {"step": "keys", **CONFIG}}, [["a", "b"]]),
         ({"secure": {"step": "keys", **CONFIG}}, [["b", "a", 0, 0, 99]]),
+        ({"secure": {"step": "keys", **CONFIG, "clip": 10**400}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "clip": 2e6}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "group": 3}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "group": "g" * 401}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "max_examples": 10**5000}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "survivors": [*range(1001)]}}, []),
+        ({"secure": {"step": "keys", **CONFIG, "version": 5}}, []),
     ],
 )
 def test_a_malformed_step_is_an_error_in_one_line_and_trains_nothing(boards, plan, messages):
-    reply, body = boards["a"].worker.train({"run": "r", "plan": plan, "messages": messages}, b"")
+    reply, body = boards["a"].worker.train({"run": "r", "version": 4, "plan": plan, "messages": messages}, b"")
     assert "\n" not in reply["error"]
     assert (body, boards["a"].headers) == (b"", [])
+
+
+@pytest.mark.parametrize("run", ["r" * 201, 3])
+def test_a_run_whose_id_cannot_be_kept_with_its_consent_is_refused(boards, run):
+    plan = TrainConfig(iterations=1, secure=SecureAggregationConfig(step="keys", **CONFIG)).to_json()
+    reply, _ = boards["a"].worker.train({"run": run, "version": 4, "plan": plan}, b"")
+    assert "is a text of up to 200 characters" in reply["error"]
 
 
 def test_an_answer_that_is_not_held_any_more_is_asked_for_anew(boards):
@@ -134,7 +155,10 @@ def test_an_answer_that_is_not_held_any_more_is_asked_for_anew(boards):
     assert reply["requires_full_model"] is True
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"r": {}}', b'{"r": {"version": "x", "digest": ""}}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"{" + b" " * MAX_CONSENTS_BYTES + b"}", b'{"r": {}}', b'{"r": {"version": "x", "digest": ""}}'],
+)
 def test_a_board_whose_consents_cannot_be_read_takes_no_part(boards, content):
     (boards["a"].state.root / CONSENTS_FILE).write_bytes(content)
     with pytest.raises(DataError, match="nobody knows what this board has consented to"):

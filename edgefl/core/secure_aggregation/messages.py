@@ -16,9 +16,13 @@ from edgefl.core.types import SecureAggregationConfig, SecureStep
 MIN_MEMBERS = 3
 """In a sum of two, each of both knows the other's update."""
 MAX_MEMBERS = 1000
+MAX_CLIP = 1e6
+MAX_GROUP_CHARACTERS = 400
 CERTIFICATE_BYTES = 768
 """A certificate is padded to a multiple of this, so that messages have one size."""
 PAIR_BYTES = 2 * SHARE_BYTES
+ENCRYPTED_PAIR_BYTES = PAIR_BYTES + 16
+MAX_SIGNATURE_BYTES = 200
 SPENT = b""
 """In place of keys: the board has opened a sum of this version, and takes part in no other of it."""
 _ADVERT = struct.Struct("<32s32s32s32sHH")
@@ -42,18 +46,33 @@ def check_config(config: SecureAggregationConfig) -> None:
         SecureAggregationError: a step or a number makes no sense, or the threshold says nothing.
     """
     is_number = isinstance(config.threshold, float) and isinstance(config.clip, int | float)
-    if config.step not in set(SecureStep) or not is_number:
+    if config.step not in set(SecureStep) or not is_number or not isinstance(config.group, str):
         raise SecureAggregationError(f"no step of secure aggregation: {config.step!r:.40}")
     if not 0.5 <= config.threshold <= 1:
         raise SecureAggregationError(
             f"the threshold must be a fraction from 0.5 to 1, got {config.threshold!r}: with less, a coordinator "
             "could open two sums of one round"
         )
-    if not (math.isfinite(config.clip) and config.clip > 0):
-        raise SecureAggregationError(f"the largest entry of an update must be above 0, got {config.clip!r}")
+    if not 0 < config.clip <= MAX_CLIP:  # compared, for a whole number may be too large for a float
+        raise SecureAggregationError(
+            f"the largest entry of an update must be above 0, up to {MAX_CLIP:g}, got {format_number(config.clip)}"
+        )
     numbers = config.version, config.max_examples, config.num_members
-    if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
-        raise SecureAggregationError(f"whole numbers are needed in a step of secure aggregation, got {numbers!r:.60}")
+    if any(isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63 for number in numbers):
+        raise SecureAggregationError(
+            "whole numbers from 0 are needed in a step of secure aggregation, got "
+            + ", ".join(format_number(number) for number in numbers)
+        )
+    if len(config.group) > MAX_GROUP_CHARACTERS or len(config.survivors) > MAX_MEMBERS:
+        raise SecureAggregationError(
+            f"an attempt has an id of up to {MAX_GROUP_CHARACTERS} characters and up to {MAX_MEMBERS} boards, got "
+            f"{len(config.group)} and {len(config.survivors)}"
+        )
+
+
+def format_number(value: object) -> str:
+    """Returns a number of outside for a message; a whole one of thousands of digits is not written."""
+    return "a very large number" if isinstance(value, int) and abs(value) >= 2**63 else f"{value!r:.40}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +103,10 @@ class Advert:
             + body
             + bytes(padding)
         )
+
+    @property
+    def keys(self) -> tuple[bytes, bytes]:
+        return self.share_key, self.mask_key
 
     @classmethod
     def decode(cls, content: bytes) -> Advert:

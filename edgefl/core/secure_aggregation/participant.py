@@ -231,9 +231,7 @@ class Participant:
                 f"got {len(bodies)}"
             )
         members = {name: self._verify_advert(attempt, name, bodies[name]) for name in sorted(bodies)}
-        if len({key for advert in members.values() for key in (advert.share_key, advert.mask_key)}) < 2 * len(
-            members
-        ):
+        if len({key for advert in members.values() for key in advert.keys}) < 2 * len(members):
             raise SecureAggregationError("two members have the same key")
         attempt.members, attempt.members_hash = members, compute_members_hash(attempt.context, [*bodies.items()])
         attempt.threshold = compute_threshold(len(members), config.threshold)
@@ -262,7 +260,10 @@ class Participant:
         return encrypt(key, content, attempt.members_hash)
 
     def _decrypt(self, attempt: _Attempt, sender: str, content: bytes) -> bytes:
-        pair = decrypt(self._agree_share_key(attempt, sender, self._name), content, attempt.members_hash)
+        try:
+            pair = decrypt(self._agree_share_key(attempt, sender, self._name), content, attempt.members_hash)
+        except SecureAggregationError as error:
+            raise SecureAggregationError(f"{error}; it came as of {sender}") from None
         if len(pair) != PAIR_BYTES:
             raise SecureAggregationError(f"shares have {PAIR_BYTES} bytes, got {len(pair)} of {sender}")
         return pair

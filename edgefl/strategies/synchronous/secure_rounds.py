@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -127,7 +128,7 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         return state, Decision(instructions=instructions, next_wake_s=self._compute_next_wake_s(state, view))
 
     def receive(self, state: SecureState, update: Update) -> SecureState:
-        """Takes over the answer to a step; one that is late, repeated or malformed changes nothing but the spent ε."""
+        """Takes over the answer to a step; a late, repeated or malformed one changes nothing but the spent ε."""
         state.epsilon = max(state.epsilon, update.metrics.extra.get(EPSILON, 0.0))
         attempt = state.secure
         device_id = None if attempt is None else attempt.asked.get(update.assignment_id)
@@ -196,7 +197,7 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         return max(TICK_S, min(MAX_WAIT_S, attempt.since_s + self.rules.round_timeout_s - view.now_s))
 
     def _start_attempt(self, state: SecureState, view: FleetView) -> tuple[TrainInstruction, ...]:
-        from edgefl.core.secure_aggregation.messages import MIN_MEMBERS  # noqa: PLC0415 for secure runs alone
+        from edgefl.core.secure_aggregation.messages import MAX_MEMBERS, MIN_MEMBERS  # noqa: PLC0415 likewise
 
         if state.is_over or len(view.idle) < max(MIN_MEMBERS, 0 if state.version else self.rules.min_devices):
             return ()
@@ -205,7 +206,7 @@ class SecureRounds(SynchronousStrategy[SecureState]):
                 f"round {state.version + 1}: too few boards were left in {MAX_ATTEMPTS} attempts at secure "
                 "aggregation; see why with edgefl history events"
             )
-        selected = self._select_devices(self.list_available(view), state)
+        selected = self._select_devices(self.list_available(view), state)[:MAX_MEMBERS]
         if len(selected) < MIN_MEMBERS:
             raise StrategyError(
                 f"a round of secure aggregation needs at least {MIN_MEMBERS} boards, devices.count or "
@@ -218,6 +219,8 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         self, state: SecureState, attempt: SecureAttempt, view: FleetView
     ) -> tuple[TrainInstruction, ...]:
         """Returns the instructions of the next step; none where the attempt is over, or was given up."""
+        if attempt.step == SecureStep.KEYS:
+            _drop_unfit_adverts(attempt)
         left = _list_left(attempt)
         if self._has_enough(attempt, len(left)) and attempt.step != SecureStep.UNMASK:
             following = SecureStep(self._STEPS[self._STEPS.index(attempt.step) + 1])
@@ -295,10 +298,10 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         """Takes over what a board has answered; returns whether it is an answer."""
         name, body = update.device_id, next(iter(bodies.values()), b"")
         if attempt.step == SecureStep.SHARES:
-            if bodies.keys() == attempt.adverts.keys():
+            if bodies.keys() == attempt.adverts.keys() and _have_shares_size(bodies):
                 attempt.shares[name] = bodies
             return name in attempt.shares
-        if len(bodies) != 1:
+        if len(bodies) != 1 or not _has_fit_size(attempt, body):
             return False
         match attempt.step:
             case SecureStep.KEYS if body:
@@ -356,6 +359,45 @@ class SecureRounds(SynchronousStrategy[SecureState]):
 
 
 _NO_TRAINING = TrainConfig(iterations=1)
+
+
+def _have_shares_size(bodies: Bodies) -> bool:
+    from edgefl.core.secure_aggregation.messages import ENCRYPTED_PAIR_BYTES  # noqa: PLC0415 for secure runs alone
+
+    return all(len(body) == ENCRYPTED_PAIR_BYTES for body in bodies.values())
+
+
+def _has_fit_size(attempt: SecureAttempt, body: bytes) -> bool:
+    """Returns whether an answer to the present step has a size that it can have; those of vectors are not known."""
+    from edgefl.core.secure_aggregation.messages import MAX_SIGNATURE_BYTES, Advert  # noqa: PLC0415 likewise
+    from edgefl.core.secure_aggregation.shamir import SHARE_BYTES  # noqa: PLC0415 likewise
+
+    match attempt.step:
+        case SecureStep.KEYS if body:
+            try:
+                Advert.decode(body)
+            except SecureAggregationError:
+                return False
+        case SecureStep.CONSENT:
+            return 0 < len(body) <= MAX_SIGNATURE_BYTES
+        case SecureStep.UNMASK:
+            return len(body) == SHARE_BYTES * len(attempt.shares)
+    return True
+
+
+def _drop_unfit_adverts(attempt: SecureAttempt) -> None:
+    """Drops the keys of boards that are of another attempt than most, or came of an earlier board."""
+    from edgefl.core.secure_aggregation.messages import Advert  # noqa: PLC0415 likewise
+
+    adverts = {name: Advert.decode(content) for name, content in attempt.adverts.items()}
+    contexts = Counter(advert.context for advert in adverts.values())
+    context, keys = max(contexts, key=contexts.__getitem__, default=b""), set[bytes]()
+    for name, advert in adverts.items():
+        if advert.context == context and len({*advert.keys} - keys) == len(advert.keys):
+            keys |= {*advert.keys}
+        else:
+            log.warning("%s is left out of attempt %s: its keys are of another one", name, attempt.group)
+            del attempt.adverts[name]
 
 
 def _list_left(attempt: SecureAttempt) -> list[str]:

@@ -8,9 +8,10 @@ from strategy_turns import update_of, view_of
 
 from edgefl.core.config import SecureAggregationSection
 from edgefl.core.errors import SecureAggregationError, StrategyError
+from edgefl.core.secure_aggregation.messages import CERTIFICATE_BYTES
 from edgefl.core.secure_aggregation.participant import ConsentRecorder, Participant
 from edgefl.core.secure_aggregation.ring import encode_vector
-from edgefl.core.types import SecureStep
+from edgefl.core.types import EPSILON, SecureStep
 from edgefl.simulation.secure_boards import SimulatedIdentity
 from edgefl.storage.state_serialisation import decode_state, encode_state
 from edgefl.strategies.aggregation import ServerOptimizer
@@ -185,6 +186,63 @@ def test_answers_that_are_late_repeated_another_board_s_or_malformed_change_noth
         fleet.state = fleet.strategy.receive(fleet.state, update)
     assert (fleet.state.secure.total == total).all()
     assert list(fleet.state.secure.survivors) == ["a"]
+
+
+def reshape(change):
+    return lambda found: tuple(dataclasses.replace(message, body=change(message.body)) for message in found)
+
+
+@pytest.mark.parametrize(
+    ("step", "change"),
+    [
+        (SecureStep.KEYS, lambda body: body + bytes(16 * CERTIFICATE_BYTES)),
+        (SecureStep.KEYS, lambda _: b"keys"),
+        (SecureStep.KEYS, lambda body: bytes(32) + body[32:]),
+        (SecureStep.KEYS, lambda body: body[:64] + body[32:64] + body[96:]),
+        (SecureStep.SHARES, lambda body: body + b"\0"),
+        (SecureStep.CONSENT, lambda _: b""),
+        (SecureStep.CONSENT, lambda body: body + bytes(200)),
+        (SecureStep.UNMASK, lambda body: body + b"\0"),
+    ],
+)
+def test_a_board_whose_message_cannot_be_one_is_left_out_and_the_others_go_on(step, change):
+    fleet = Fleet()
+    for order in fleet.play(until=step):
+        fleet.answer(order, reshape(change) if order.device_id == "b" else tuple)
+    for order in fleet.assign():
+        assert order.device_id != "b"
+        fleet.answer(order)
+    if step != SecureStep.UNMASK:
+        fleet.play()
+    in_sum = NAMES if step in {SecureStep.CONSENT, SecureStep.UNMASK} else ("a", "c", "d")
+    np.testing.assert_allclose(fleet.close().model["w"], compute_mean(in_sum), atol=1e-6)
+
+
+def test_the_keys_of_another_board_are_left_out():
+    fleet, copies = Fleet(), []
+    for order in fleet.assign():
+        fleet.answer(
+            order,
+            lambda found, order=order: (
+                copies.append(found[0].body)
+                or reshape(lambda body, order=order: copies[0] if order.device_id == "b" else body)(found)
+            ),
+        )
+    assert {order.device_id for order in fleet.assign()} == {"a", "c", "d"}
+
+
+def test_no_more_boards_are_asked_than_an_attempt_may_have():
+    assert len(Fleet(names=[f"b{number}" for number in range(1001)]).assign()) == 1000
+
+
+def test_what_boards_have_spent_of_their_examples_privacy_counts_whatever_they_answer():
+    fleet = Fleet()
+    update = update_of(fleet.assign()[0], {})
+    late = dataclasses.replace(
+        update, assignment_id="x", metrics=dataclasses.replace(update.metrics, extra={EPSILON: 3.0})
+    )
+    fleet.state = fleet.strategy.receive(fleet.state, late)
+    assert fleet.state.epsilon == 3.0
 
 
 def test_a_step_waits_for_boards_that_are_busy_with_it_until_the_time_out():
