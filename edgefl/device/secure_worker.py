@@ -150,7 +150,7 @@ def load_consents(path: Path) -> ConsentRecorder:
             (str(run), Consent(version=int(item["version"]), digest=str(item["digest"])))
             for run, item in found.items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path} cannot be read, so nobody knows what this board has consented to: {error}; delete it only if no "
             "run with secure aggregation is under way"

@@ -21,7 +21,7 @@ from edgefl.simulation.backends.trainer import TrainingResult
 from edgefl.simulation.device import InFlightWork
 
 if TYPE_CHECKING:
-    from edgefl.core.secure_aggregation.participant import Participant
+    from edgefl.core.secure_aggregation.participant import ConsentRecorder, Participant
 
 SIGNATURE_BYTES = 64
 
@@ -44,10 +44,11 @@ class SimulatedIdentity:
 
 
 class SecureBoards:
-    """The participants of a run's devices; a device that reboots loses the secrets of its attempt."""
+    """The participants of a run's devices; a device that reboots loses the secrets of its attempt, no consent."""
 
     def __init__(self) -> None:
         self._participants: dict[str, tuple[int, Participant]] = {}
+        self._recorders: dict[str, ConsentRecorder] = {}
 
     def answer(self, work: InFlightWork) -> TrainingResult:
         """Returns a device's answer to a step in which it does not train.
@@ -91,7 +92,8 @@ class SecureBoards:
         device = work.device
         boot_count, participant = self._participants.get(device.device_id, (-1, None))
         if participant is None or boot_count != device.boot_count:
-            participant = Participant(SimulatedIdentity(device.device_id), ConsentRecorder())
+            recorder = self._recorders.setdefault(device.device_id, ConsentRecorder())
+            participant = Participant(SimulatedIdentity(device.device_id), recorder)
             self._participants[device.device_id] = device.boot_count, participant
         return participant
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,10 +50,14 @@ def compute_distance(one: dict[str, Array], other: dict[str, Array]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def read_consents(fleet: LocalFleet, run_id: str) -> list[int]:
-    """Returns the last version of a run that each board has consented to a sum of."""
-    files = (path for name in NAMES for path in fleet.root.rglob(f"{name}/**/secure-aggregation.json"))
-    return [json.loads(path.read_text())[run_id]["version"] for path in files]
+def read_consents(fleet: LocalFleet, run_id: str) -> dict[str, tuple[int, str]]:
+    """Returns the last version of a run that each board has consented to a sum of, and which sum that is."""
+    consents = {}
+    for name in NAMES:
+        for path in fleet.root.rglob(f"{name}/**/secure-aggregation.json"):
+            if (found := json.loads(path.read_text()).get(run_id)) is not None:
+                consents[name] = found["version"], found["digest"]
+    return consents
 
 
 def test_the_model_is_that_of_plain_rounds(four: LocalFleet) -> None:
@@ -61,19 +66,42 @@ def test_the_model_is_that_of_plain_rounds(four: LocalFleet) -> None:
     model, rows = wait_for_model(four, run_id)
     assert compute_distance(expected, model) < 1e-5
     assert [row["outcome"] for row in rows] == ["used"] * 12
-    assert read_consents(four, run_id) == [2] * 4
+    assert [version for version, _ in read_consents(four, run_id).values()] == [2] * 4
 
 
 def test_a_coordinator_that_is_killed_goes_on_and_no_board_opens_two_sums(four: LocalFleet, tools: Any) -> None:
     expected, _ = wait_for_model(four, four.submit(make_config(is_secure=True, rounds=4, epochs=LONG)))
     run_id = four.submit(make_config(is_secure=True, rounds=4, epochs=LONG))
-    for number in (1, 2):
-        tools.wait_rounds(four, run_id, number)
-        four.kill("coordinator")
-        four.start_coordinator()
+    tools.wait_rounds(four, run_id, 1)
+    four.kill("coordinator")
+    four.start_coordinator()
+    # As soon as a board has consented: the others are about to, or all open the sum.
+    before = wait_for_consent(four, run_id, version=2)
+    four.kill("coordinator")
+    before |= read_consents(four, run_id)
+    four.start_coordinator()
+    while (now := read_consents(four, run_id)).values() and min(now.values())[0] < 3:
+        assert_one_sum(before, now)
+        before = now
     model, rows = wait_for_model(four, run_id)
     assert compute_distance(expected, model) == 0.0, "sums of whole numbers, whatever the keys"
     assert [row["outcome"] for row in rows if row["outcome"] == "used"] == ["used"] * 16
+
+
+def wait_for_consent(fleet: LocalFleet, run_id: str, *, version: int) -> dict[str, tuple[int, str]]:
+    deadline_s = time.monotonic() + 120.0
+    while time.monotonic() < deadline_s:
+        found = read_consents(fleet, run_id)
+        if any(number == version for number, _ in found.values()):
+            return found
+    raise AssertionError(f"no board consents to a sum of version {version}")
+
+
+def assert_one_sum(before: dict[str, tuple[int, str]], now: dict[str, tuple[int, str]]) -> None:
+    for name, (version, digest) in now.items():
+        assert version > before[name][0] or (version, digest) == before[name], f"two sums of {version} by {name}"
+        digests = {other for number, other in now.values() if number == version}
+        assert digests == {digest}, f"boards open two sums of version {version}"
 
 
 def test_a_board_that_is_killed_is_left_out_of_the_sum(four: LocalFleet, tools: Any) -> None:

@@ -20,6 +20,7 @@ from edgefl.core.conditions import USE_KINDS, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError
 from edgefl.core.protocol import Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
+from edgefl.core.secure_aggregation.messages import Advert
 from edgefl.core.types import Dataset
 from edgefl.device.conditions.budgets import Clocks
 from edgefl.device.conditions.facts import FactReader
@@ -36,6 +37,7 @@ from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler, open_listener
 from edgefl.device.inference.table_rows import parse_lines, read_unlabelled, write_rows
 from edgefl.device.rollouts.client import RolloutReport
+from edgefl.device.secure_worker import load_consents
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
     DeviceSettings,
@@ -73,6 +75,33 @@ def drift_references(folder: Path) -> Reader:
         read_reference(path)
 
     return Reader(feed=feed, seeds=(Seed(content=seed),))
+
+
+def secure_adverts(_folder: Path) -> Reader:
+    """Keys of another board, of which its certificate and signature are verified after this."""
+    keys = bytes(range(32)), bytes(range(32, 64))
+    advert = Advert(
+        context=bytes(32), share_key=keys[0], mask_key=keys[1], commitment=bytes(32), certificate=b"c" * 700,
+        signature=b"s" * 64,
+    )  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        found = Advert.decode(data)
+        assert len(found.certificate) + len(found.signature) <= len(data)
+
+    return Reader(feed=feed, seeds=(Seed(content=advert.encode()),))
+
+
+def consents(folder: Path) -> Reader:
+    """What a device keeps of the sums that it has consented to."""
+    path = folder / "secure-aggregation.json"
+    content = json.dumps({"r": {"version": 4, "digest": "ab" * 32}}).encode()
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        load_consents(path).is_spent("r", 4)
+
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.JSON),))
 
 
 def conditions(folder: Path) -> Reader:

@@ -393,6 +393,8 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
+        "secure-adverts": _entry(device_readers.secure_adverts),
+        "disk-consents": _entry(device_readers.consents, "device/secure_worker.py:load_consents"),
         "disk-conditions": _entry(
             device_readers.conditions,
             "core/conditions.py:parse_conditions",

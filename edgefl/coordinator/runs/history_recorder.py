@@ -122,7 +122,7 @@ class HistoryRecorder(RunSubscriber):
         self._compute_metrics, self._metrics = compute_metrics, metrics
         self._unused_updates: dict[str, tuple[UpdateRow, float]] = {}
         self._assignments: dict[str, TrainInstruction] = {}
-        self._steps = set[str]()
+        self._steps: dict[str, int] = {}
         self._step_bytes: dict[str, tuple[int, int]] = {}
         self._round_starts_s: dict[int, float] = {}
         self._resumed_rounds = set[int]()
@@ -210,6 +210,8 @@ class HistoryRecorder(RunSubscriber):
 
     def on_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         now_s, number = self._monotonic(), self._rounds.get_round(version)
+        # An answer to the last step may come after the sum is opened by enough others.
+        self._steps = {name: base for name, base in self._steps.items() if base >= version - 1}
         rows = []
         for assignment_id in assignment_ids:
             row, received_s = self._pop_update(assignment_id)
@@ -239,9 +241,9 @@ class HistoryRecorder(RunSubscriber):
 
     def _record_steps(self, assignments: Iterable[TrainInstruction]) -> None:
         """Keeps which assignments are steps in which nobody trains: no rows, but their bytes count."""
-        steps = {instruction.assignment_id for instruction in assignments if not instruction.plan.has_training}
-        if steps:  # those of an earlier step that are not answered by now bring nothing any more
-            self._steps = steps
+        for instruction in assignments:
+            if not instruction.plan.has_training:
+                self._steps[instruction.assignment_id] = instruction.base_version
 
     def _add_step(self, update: Update) -> None:
         up, down = self._step_bytes.get(update.device_id, (0, 0))
