@@ -157,7 +157,14 @@ def test_an_answer_that_is_not_held_any_more_is_asked_for_anew(boards):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"[]", b"{" + b" " * MAX_CONSENTS_BYTES + b"}", b'{"r": {}}', b'{"r": {"version": "x", "digest": ""}}'],
+    [
+        b"{",
+        b"[]",
+        b"{" + b" " * MAX_CONSENTS_BYTES + b"}",
+        b'{"r": {}}',
+        b'{"r": {"version": Infinity, "digest": ""}}',
+        b'{"r": {"version": "x", "digest": ""}}',
+    ],
 )
 def test_a_board_whose_consents_cannot_be_read_takes_no_part(boards, content):
     (boards["a"].state.root / CONSENTS_FILE).write_bytes(content)

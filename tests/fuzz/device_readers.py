@@ -16,10 +16,12 @@ import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
+from edgefl.coordinator.pki import create_authority, issue_client_certificate
 from edgefl.core.conditions import USE_KINDS, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError
 from edgefl.core.protocol import Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
+from edgefl.core.secure_aggregation.keys import CertificateIdentity
 from edgefl.core.secure_aggregation.messages import Advert
 from edgefl.core.types import Dataset
 from edgefl.device.conditions.budgets import Clocks
@@ -78,16 +80,18 @@ def drift_references(folder: Path) -> Reader:
 
 
 def secure_adverts(_folder: Path) -> Reader:
-    """Keys of another board, of which its certificate and signature are verified after this."""
-    keys = bytes(range(32)), bytes(range(32, 64))
+    """Keys of another board, with its certificate and signature."""
+    authority = create_authority("home")
+    pair = issue_client_certificate(authority, "pi")
+    identity = CertificateIdentity("pi", key_pem=pair.key_pem, cert_pem=pair.cert_pem, ca_pem=authority.cert_pem)
     advert = Advert(
-        context=bytes(32), share_key=keys[0], mask_key=keys[1], commitment=bytes(32), certificate=b"c" * 700,
-        signature=b"s" * 64,
+        context=bytes(32), share_key=bytes(range(32)), mask_key=bytes(range(32, 64)), commitment=bytes(32),
+        certificate=identity.certificate, signature=identity.sign(b"keys"),
     )  # fmt: skip
 
     def feed(data: bytes) -> None:
         found = Advert.decode(data)
-        assert len(found.certificate) + len(found.signature) <= len(data)
+        identity.verify("pi", found.certificate, b"keys", found.signature)
 
     return Reader(feed=feed, seeds=(Seed(content=advert.encode()),))
 

@@ -393,7 +393,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
-        "secure-adverts": _entry(device_readers.secure_adverts),
+        "secure-adverts": _entry(
+            device_readers.secure_adverts,
+            "core/secure_aggregation/messages.py:Advert.decode",
+            "core/secure_aggregation/keys.py:CertificateIdentity.verify",
+        ),
         "disk-consents": _entry(device_readers.consents, "device/secure_worker.py:load_consents"),
         "disk-conditions": _entry(
             device_readers.conditions,
@@ -427,6 +431,10 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "system/object_storage.py:_read_state": "own state, at most 64 KB; whatever else is there counts as none",
         "device/hardware/providers.py:ProviderChoice._read": "likewise, at most 16 KB",
         "tasks/local_algorithms/example_privacy.py:parse_account": "own state, at most 8 MB; its tests damage it",
+        "core/secure_aggregation/keys.py:CertificateIdentity.__init__": "the own certificate, and the fleet's",
+        "core/secure_aggregation/keys.py:add_mask": "the own key stream, of whole words",
+        "device/secure_worker.py:SecureWorker._send_update": "words of the own trainer; others are a `ValueError`",
+        "strategies/synchronous/secure_rounds.py:SecureRounds._add_vector": "words whose number is checked before",
         "system/row_labels.py:parse_example_time": "names of this board's files; others are a `ValueError`",
         "device/collect/microphone.py:compute_dbfs": "samples of a whole number of bytes, each of any value",
         "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",
