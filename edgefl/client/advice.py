@@ -110,7 +110,8 @@ def read_measured_boards(source: Source, task: str) -> list[MeasuredBoard]:
         row for run_id in run_ids for row in source.read_newest("updates", {"run": run_id, "limit": MAX_UPDATES})
     ]
     batch_sizes = {run_id: source.find_run(run_id).batch_size for run_id in run_ids}
-    return measure_boards(source.read_rows("devices"), updates, task, batch_sizes)
+    capabilities = source.read_capabilities({row["device_id"] for row in updates})
+    return measure_boards(source.read_rows("devices"), updates, task, batch_sizes, capabilities=capabilities)
 
 
 def read_errors(source: Source) -> list[Json]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
@@ -81,6 +81,11 @@ class ApiSource:
             return self.read_newest(kind, filters)
         return [row for page in self.read_pages(kind, filters) for row in page]
 
+    def read_capabilities(self, device_ids: Iterable[str]) -> dict[str, Json]:
+        """Returns the newest capabilities that devices reported, by device; empty of one without a report."""
+        paths = {name: format_resource_path("devices", name) for name in device_ids}
+        return {name: self._get(path, {}, "store").get("capabilities") or {} for name, path in paths.items()}
+
     def list_models(self, run: str | None) -> list[Json]:
         """Returns the rows of the retained models of a run, or of all."""
         return _get_rows(self._get("/edgefl/v1/models", {"run": run}, "models"))
@@ -154,6 +159,11 @@ class DirectorySource:
 
     def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
         return self.read_newest(kind, filters)
+
+    def read_capabilities(self, device_ids: Iterable[str]) -> dict[str, Json]:
+        with self._open_store() as store:
+            found = store.get_all_capabilities()
+        return {name: dict(found[name].facts) if name in found else {} for name in device_ids}
 
     def list_models(self, run: str | None) -> list[Json]:
         from edgefl.storage.repositories.saved_models import list_models  # noqa: PLC0415 SQLAlchemy is slow to load

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgefl.core.errors import DataError
@@ -23,6 +23,8 @@ MIN_SIZE_SPREAD = 0.2
 ASSUMED_RECOVERY_S = 60.0
 """How long a board that was lost stays away: the history says when it was lost, not for how long."""
 UNLIMITED_BYTES_PER_S = 1e12
+MAX_POWER_W = 1000.0
+"""Of a board while it trains: a reading above it is no measurement."""
 MIN_SECONDS = 1e-6
 BITS_PER_BYTE = 8
 _USED = frozenset({"used", "late"})
@@ -36,19 +38,20 @@ class MeasuredBoard:
         name: of the board.
         num_examples: of the task, as it reported them.
         iteration_s: seconds of an iteration, by batch size.
-        exchange_s: median seconds of an exchange beside computing.
         latency_s: of an exchange, both ways together; `bytes_per_s` is the rate of its link.
         mtbf_s: mean seconds at work until it is lost; None where it never was.
         power_w: mean power while it trains; None where it reports no energy.
         max_temperature_c: the highest that an update came with; None where it reports none.
         throttled_fraction: of its updates.
         has_sizes: whether its updates differed in size, so that latency and rate are measured and not assumed.
+        groups: to which it belongs.
+        memory_bytes: that it can use; None where it does not report it.
+        accelerators: kinds that it reports, such as cuda.
     """
 
     name: str
     num_examples: int
     iteration_s: Mapping[int, float]
-    exchange_s: float
     latency_s: float
     bytes_per_s: float
     mtbf_s: float | None = None
@@ -56,8 +59,11 @@ class MeasuredBoard:
     max_temperature_c: float | None = None
     throttled_fraction: float = 0.0
     has_sizes: bool = False
+    groups: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    accelerators: tuple[str, ...] = ()
 
-    def to_profile(self, cost_key: str, groups: Sequence[str] = ()) -> Json:
+    def to_profile(self, cost_key: str) -> Json:
         """Returns its table in a profile file; `cost_key` is the task or `task/model` whose steps were measured."""
         recovery = {} if self.mtbf_s is None else {"mtbf_s": self.mtbf_s, "mttr_s": ASSUMED_RECOVERY_S}
         return {
@@ -65,8 +71,10 @@ class MeasuredBoard:
             "up_bytes_per_s": self.bytes_per_s,
             "down_bytes_per_s": self.bytes_per_s,
             "latency_s": self.latency_s / 2,
-            "groups": [*groups],
+            "groups": [*self.groups],
+            "accelerators": [*self.accelerators],
             **recovery,
+            **({} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}),
             **({} if self.power_w is None else {"power_w": self.power_w}),
             "source": {"iterations": "measured: updates of the fleet's history"},
         }
@@ -77,6 +85,8 @@ def measure_boards(
     updates: Sequence[Mapping[str, Any]],
     task: str,
     batch_sizes: Mapping[str, int | None],
+    *,
+    capabilities: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[MeasuredBoard]:
     """Returns the boards that have trained a task, in the order of their names.
 
@@ -85,6 +95,7 @@ def measure_boards(
         updates: rows of `edgefl history updates`, of runs of the task.
         task: of which the examples count.
         batch_sizes: by run; updates of a run without one count as of batches of 32.
+        capabilities: as boards reported them, by board; of those that are absent memory and accelerators are unknown.
 
     Raises:
         DataError: no board has trained the task.
@@ -92,8 +103,9 @@ def measure_boards(
     by_board: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in updates:
         by_board[row["device_id"]].append(row)
+    facts = capabilities or {}
     found = [
-        board
+        replace(board, **_read_capabilities(facts.get(board.name, {})))
         for row in sorted(devices, key=lambda row: str(row["device_id"]))
         if row["role"] == "trainer"
         and not row.get("removed_at")
@@ -103,6 +115,27 @@ def measure_boards(
         raise DataError(
             f"no board of this fleet has trained {task} yet, so nothing says how fast they are: let a run of a few "
             "rounds finish first, or describe them with --profile"
+        )
+    return found
+
+
+def select_boards(
+    boards: Sequence[MeasuredBoard], names: Sequence[str], groups: Sequence[str]
+) -> list[MeasuredBoard]:
+    """Returns the boards that a run file's `[devices]` lets take part; all where it names none.
+
+    Raises:
+        DataError: none of them is left.
+    """
+    found = [
+        board
+        for board in boards
+        if (not names or board.name in names) and (not groups or not set(groups).isdisjoint(board.groups))
+    ]
+    if boards and not found:
+        raise DataError(
+            f"none of the {len(boards)} boards that have trained the task is among devices.names and devices.groups "
+            f"of the run file, such as {(*names, *groups)[0]}"
         )
     return found
 
@@ -122,7 +155,6 @@ def _measure(
     examples = device.get("examples")
     reported = examples.get(task) if isinstance(examples, Mapping) else None
     latency_s, bytes_per_s, has_sizes = _measure_link(warm)
-    energies = [row["energy_j"] / row["compute_s"] for row in warm if row.get("energy_j") is not None]
     temperatures = [row["max_temperature_c"] for row in warm if row.get("max_temperature_c") is not None]
     num_lost = sum(row["outcome"] == "lost" for row in rows)
     at_work_s = math.fsum((row["compute_s"] or 0.0) + (row["send_s"] or 0.0) for row in used)
@@ -130,15 +162,34 @@ def _measure(
         name=str(device["device_id"]),
         num_examples=int(reported or max(row["num_examples"] or 1 for row in warm)),
         iteration_s=_measure_iterations(warm, batch_sizes),
-        exchange_s=statistics.median(row["send_s"] or 0.0 for row in warm),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         mtbf_s=max(MIN_SECONDS, at_work_s) / num_lost if num_lost else None,
-        power_w=statistics.fmean(energies) if energies else None,
+        power_w=_measure_power(warm),
         max_temperature_c=max(temperatures, default=None),
         throttled_fraction=sum(bool(row.get("throttled")) for row in warm) / len(warm),
         has_sizes=has_sizes,
+        groups=tuple(map(str, device.get("groups") or ())),
     )
+
+
+def _read_capabilities(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns memory and kinds of accelerators of a report; what is none of either counts as not reported."""
+    memory, listed = facts.get("memory_bytes"), facts.get("accelerators")
+    kinds = [one.get("kind") for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    return {
+        "memory_bytes": memory if isinstance(memory, int) and memory > 0 else None,
+        "accelerators": tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind)),
+    }
+
+
+def _measure_power(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the mean power over the time of computing, without what no board draws; None where nothing is known."""
+    known = [(row["energy_j"], row["compute_s"]) for row in rows if row.get("energy_j") is not None]
+    plausible = [(joules, seconds) for joules, seconds in known if 0 < joules / seconds <= MAX_POWER_W]
+    if not plausible:
+        return None
+    return math.fsum(joules for joules, _ in plausible) / math.fsum(seconds for _, seconds in plausible)
 
 
 def _measure_iterations(rows: Sequence[Mapping[str, Any]], batch_sizes: Mapping[str, int | None]) -> dict[int, float]:

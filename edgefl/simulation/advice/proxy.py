@@ -9,19 +9,36 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgefl.core.config import RunConfig
-from edgefl.core.types import Array, derive_rng
+from edgefl.core.types import Array, Dataset, derive_rng
 from edgefl.simulation.local_fleet import default_scheme
 from edgefl.simulation.simulated_run import make_device_names
 from edgefl.tasks.datasets.central import TEST_NAME, plan_shards
-from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
+from edgefl.tasks.datasets.shards import ShardMetadata, pack_inputs, write_shard
 from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
 
 MAX_EXAMPLES = 50_000
 """Of one board: what a board reports of itself bounds no memory here."""
+MAX_ALL_EXAMPLES = 200_000
+"""Of all boards together."""
+_HASHED_ROWS = 4096
+
+
+def limit_counts(counts: Sequence[int]) -> tuple[list[int], str]:
+    """Returns the examples of each board in the proxy, and a sentence where these are fewer than reported."""
+    capped = [min(max(1, count), MAX_EXAMPLES) for count in counts]
+    share = min(1.0, MAX_ALL_EXAMPLES / sum(capped))
+    found = [max(1, int(count * share)) for count in capped]
+    if sum(found) >= sum(counts):
+        return found, ""
+    return found, (
+        f"the boards reported {sum(counts):,} examples, and the proxy has {sum(found):,} (at most {MAX_EXAMPLES:,} "
+        f"of a board, {MAX_ALL_EXAMPLES:,} of all): a round that is an amount of epochs takes longer than simulated"
+    )
 
 
 def write_proxy_shards(
@@ -29,16 +46,30 @@ def write_proxy_shards(
 ) -> tuple[list[Path], Path]:
     """Writes one shard a board and the coordinator's test data below a folder; returns their paths.
 
-    A board with more examples than its part has gets some of them several times. Equal arguments give equal files,
-    in the same place.
+    A board with more examples than its part has gets some of them several times. Equal arguments and equal data give
+    equal files, in the same place; other data gives another place. The run file's own test data is used.
 
     Raises:
         EdgeflError: as `create_shards`.
     """
-    scheme, seed = scheme or config.simulation.scheme or default_scheme(config.run.task), config.run.seed
-    central, partitioning = plan_shards(config.run.task, scheme, len(counts), data, seed, options=config.task)
-    text = json.dumps([config.run.task, dict(config.task), scheme, seed, [*counts], str(data)], default=str)
-    out = folder / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    section, seed = config.simulation, config.run.seed
+    scheme = scheme or section.scheme or default_scheme(config.run.task)
+    central, partitioning = plan_shards(
+        config.run.task,
+        scheme,
+        len(counts),
+        data or (None if section.data is None else Path(section.data)),
+        seed,
+        options=config.task,
+        test=None if section.test is None else Path(section.test),
+    )
+    text = json.dumps([config.run.task, dict(config.task), scheme, seed, [*counts], central.source], default=str)
+    digest = hashlib.sha256(text.encode())
+    for part in (central.train, central.test):
+        _add_dataset(digest, part)
+    for rows in partitioning.rows:
+        _add_array(digest, rows)
+    out = folder / f"proxy-{digest.hexdigest()[:16]}"
     out.mkdir(parents=True, exist_ok=True)
     task = make_task(config.run.task, config.task)
     card = ShardMetadata(
@@ -52,10 +83,25 @@ def write_proxy_shards(
     paths = [out / f"{name}.npz" for name in make_device_names(len(counts))]
     if not (test := out / TEST_NAME).exists():  # written last, so that it stands for all
         for number, (path, rows, count) in enumerate(zip(paths, partitioning.rows, counts, strict=True)):
-            chosen = _resize(rows, min(max(1, count), MAX_EXAMPLES), seed, number)
+            chosen = _resize(rows, count, seed, number)
             write_shard(path, central.train.take(chosen), card)
         write_shard(test, central.test, card)
     return paths, test
+
+
+def _add_dataset(digest: Any, data: Dataset) -> None:
+    for name, array in sorted(pack_inputs(data.inputs).items()):
+        digest.update(name.encode())
+        _add_array(digest, array)
+    for part in (data.targets, data.weights, data.weak):
+        if part is not None:
+            _add_array(digest, part)
+
+
+def _add_array(digest: Any, array: Any) -> None:
+    digest.update(f"{array.dtype}{array.shape}".encode())
+    for start in range(0, len(array), _HASHED_ROWS):
+        digest.update(np.asarray(array[start : start + _HASHED_ROWS]).tobytes())
 
 
 def _resize(rows: Array, count: int, seed: int, number: int) -> Array:

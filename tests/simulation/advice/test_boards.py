@@ -1,13 +1,18 @@
 """Boards by their history: step times, links, losses and power, by hand; and the proxy's shards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from edgefl.core.config import parse_run
-from edgefl.core.errors import DataError
-from edgefl.simulation.advice.boards import ASSUMED_LATENCY_S, format_profiles, measure_boards
-from edgefl.simulation.advice.proxy import write_proxy_shards
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.simulation.advice.advice import describe_fleet
+from edgefl.simulation.advice.boards import ASSUMED_LATENCY_S, format_profiles, measure_boards, select_boards
+from edgefl.simulation.advice.proxy import limit_counts, write_proxy_shards
 from edgefl.simulation.profiles import load_catalogue
+
+CSV = "a,b\n" + "".join(f"{number % 7},{number % 3}\n" for number in range(40))
 
 
 def device(name, *, examples=200, role="trainer"):
@@ -70,6 +75,89 @@ def test_its_profile_is_one_that_the_simulator_reads(tmp_path):
     assert cost.compute_seconds(64) == pytest.approx(0.32)
     assert 2 * profile.latency_s == pytest.approx(board.latency_s)
     assert profile.power_w is None
+
+
+def test_a_power_that_no_board_draws_is_dropped_and_long_updates_weigh_more():
+    wrong = update("pi-1", energy_j=1e9)
+    board = measure(
+        wrong,
+        update("pi-1", energy_j=-4.0),
+        update("pi-1", energy_j=4.0, compute_s=1.0),
+        update("pi-1", energy_j=18.0, compute_s=9.0),
+    )
+    assert board.power_w == pytest.approx(2.2)
+    assert measure(wrong).power_w is None
+
+
+def test_memory_and_accelerators_are_those_that_it_reported(tmp_path):
+    facts = {
+        "pi-1": {"memory_bytes": 512_000_000, "accelerators": [{"kind": "cuda", "name": "Orin"}, {"kind": 3}, "x"]}
+    }
+    board = measure_boards([device("pi-1")], [update("pi-1")], "digits", {}, capabilities=facts)[0]
+    (path := tmp_path / "boards.toml").write_text(format_profiles([board], "digits"))
+    profile = load_catalogue([path]).get("pi-1")
+    assert (profile.memory_bytes, profile.accelerators) == (512_000_000, ("cuda",))
+    wrong = {"pi-1": {"memory_bytes": "much", "accelerators": 7}}
+    board = measure_boards([device("pi-1")], [update("pi-1")], "digits", {}, capabilities=wrong)[0]
+    assert (board.memory_bytes, board.accelerators) == (None, ())
+
+
+def test_only_boards_of_the_run_file_take_part():
+    rows = [
+        {**device(f"pi-{number}"), "groups": [group]} for number, group in ((1, "hall"), (2, "yard"), (3, "yard"))
+    ]
+    boards = measure_boards(rows, [update(f"pi-{number}") for number in (1, 2, 3)], "digits", {})
+
+    def select(**devices):
+        config = parse_run({"run": {"task": "digits"}, "devices": devices}).devices
+        return [board.name for board in select_boards(boards, config.names, config.groups)]
+
+    assert select() == ["pi-1", "pi-2", "pi-3"]
+    assert select(groups=["yard"]) == ["pi-2", "pi-3"]
+    assert select(groups=["yard"], names=["pi-1", "pi-3"]) == ["pi-3"]
+    with pytest.raises(DataError, match=r"none of the 3 boards that have trained the task is among .* such as pi-9"):
+        select(names=["pi-9"])
+
+
+def test_measured_boards_of_a_fleet_are_filtered_and_their_proxy_says_what_it_leaves_out(tmp_path):
+    rows = [{**device(f"pi-{number}", examples=60_000 * number), "groups": ["yard"]} for number in (1, 2)]
+    boards = measure_boards(rows, [update("pi-1"), update("pi-2")], "digits", {})
+    config = parse_run({"run": {"task": "digits"}, "devices": {"names": ["pi-2"], "groups": ["yard"]}})
+    fleet = describe_fleet(config, tmp_path, measured=boards)
+    assert (list(fleet.names), fleet.config.simulation.profiles) == (["pi-2"], ("pi-2",))
+    assert "the boards reported 120,000 examples, and the proxy has 50,000" in fleet.limits[0]
+    assert 44_000 < fleet.boards[0].num_examples < 46_000  # it keeps a tenth for testing
+    files = set(tmp_path.glob("boards-*.toml"))
+    describe_fleet(config, tmp_path, measured=boards)
+    assert set(tmp_path.glob("boards-*.toml")) == files
+    describe_fleet(config, tmp_path, measured=[replace(boards[1], latency_s=9.0)])
+    assert len(set(tmp_path.glob("boards-*.toml"))) == 2
+
+
+def test_the_examples_of_all_boards_are_bounded_together():
+    assert limit_counts([10, 0, 30]) == ([10, 1, 30], "")
+    counts, limit = limit_counts([50_000] * 8)
+    assert counts == [25_000] * 8
+    assert "reported 400,000 examples, and the proxy has 200,000" in limit
+
+
+def test_the_test_data_of_the_run_file_is_used_with_measured_boards(tmp_path):
+    (test := tmp_path / "test.csv").write_text("")
+    config = parse_run({"run": {"task": "digits"}, "simulation": {"test": str(test)}})
+    boards = measure_boards([device("pi-1")], [update("pi-1")], "digits", {})
+    with pytest.raises(ConfigError, match="task 'digits' has test data of its own"):
+        describe_fleet(config, tmp_path, measured=boards)
+
+
+def test_other_data_at_the_same_path_makes_another_proxy(tmp_path):
+    (data := tmp_path / "data.csv").write_text(CSV)
+    config = parse_run(
+        {"run": {"task": "table"}, "task": {"columns": "a", "target": "b"}, "simulation": {"data": str(data)}}
+    )
+    first, _ = write_proxy_shards(config, [3, 4], tmp_path, data=None, scheme="iid")
+    assert write_proxy_shards(config, [3, 4], tmp_path, data=data, scheme="iid")[0] == first
+    data.write_text(CSV.replace("4", "5"))
+    assert write_proxy_shards(config, [3, 4], tmp_path, data=None, scheme="iid")[0] != first
 
 
 def test_boards_that_never_trained_it_are_left_out_and_a_fleet_of_them_is_refused():
