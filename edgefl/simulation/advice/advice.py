@@ -7,6 +7,7 @@ boards, the data and the seed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,10 @@ from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.progress import MetricGoal, is_goal_reason
-from edgefl.simulation.advice.boards import MeasuredBoard, format_profiles
+from edgefl.simulation.advice.boards import MeasuredBoard, format_profiles, select_boards
 from edgefl.simulation.advice.candidates import ASYNCHRONOUS, Candidate, list_candidates, make_written
 from edgefl.simulation.advice.costs import AUTO_AS, CODECS_MEASURED, Board, RoundCost, Sizes, compute_round_cost
-from edgefl.simulation.advice.proxy import write_proxy_shards
+from edgefl.simulation.advice.proxy import limit_counts, write_proxy_shards
 from edgefl.simulation.backends.partitioned_data import partition_in_memory, read_shards
 from edgefl.simulation.local_fleet import default_scheme
 from edgefl.simulation.profiles import load_catalogue
@@ -46,6 +47,7 @@ from edgefl.simulation.sweep import (
     run_sweep,
 )
 from edgefl.strategies.registry import get_settings
+from edgefl.system.atomic_files import write_atomic
 
 Quantity = Literal["time", "bytes", "energy"]
 QUANTITIES: tuple[Quantity, ...] = ("time", "bytes", "energy")
@@ -71,7 +73,7 @@ class Request:
     Attributes:
         goal: of a metric, such as `accuracy >= 0.9`; None for the run file's own, or else what it comes to.
         minimise: what the ranking goes by.
-        budgets: most seconds, bytes or joules of the run, by quantity.
+        budgets: most seconds, bytes or joules of the run, by quantity; the run file's own seconds and bytes are too.
         seconds: of real time that the advice may take.
         num_jobs: simulations side by side.
         num_simulated: candidates that are simulated at most.
@@ -95,6 +97,7 @@ class AdvisedFleet:
         config: the run file with the simulation's settings.
         shards: files of the proxy; none where the data set is cut in memory.
         measured: by their history; none of described ones.
+        limits: what differs from the boards, a sentence each.
     """
 
     names: Sequence[str]
@@ -102,6 +105,7 @@ class AdvisedFleet:
     config: RunConfig
     shards: Sequence[str] = ()
     measured: Sequence[MeasuredBoard] = ()
+    limits: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +195,15 @@ class Advice:
                 f"no candidate reached {self.goal} within the budgets: there is no run file to write"
             )
         run = config.run
-        if self.is_own_goal:
-            # A rule of amount is of the run file's own strategy; what it comes to is reached by other amounts.
-            run = replace(run, rounds=best.rounds, epochs=None, updates=None, seconds=None, bytes=None)
-        elif self.goal.name == "accuracy":
-            run = replace(run, accuracy=self.goal.limit, until=None, rounds=_double(best.rounds))
-        else:
-            run = replace(run, accuracy=None, until=str(self.goal), rounds=_double(best.rounds))
+        if not self.is_own_goal and self.goal.name == "accuracy":
+            run = replace(run, accuracy=self.goal.limit, until=None)
+        elif not self.is_own_goal or _keeps_rounds(config):
+            run = _set_goal(run, self.goal)
+        if not _keeps_rounds(config):
+            run = replace(run, rounds=best.rounds if self.is_own_goal else _double(best.rounds))
+            if self.is_own_goal or not best.candidate.is_written:
+                # These amounts are of the run file's own strategy and work; others need other ones.
+                run = replace(run, epochs=None, updates=None)
         prediction = AdviceSection(
             seconds=best.seconds, rounds=best.rounds, bytes_up=best.bytes_up, bytes_down=best.bytes_down,
             joules=best.joules,
@@ -220,7 +226,8 @@ def describe_fleet(  # noqa: PLR0913 those of `simulate`
     Args:
         config: the run file.
         folder: for proxy shards and profiles of measured boards.
-        measured: boards by their history; they exclude `devices` and `profiles`.
+        measured: boards by their history, of which those of the run file's `[devices]` take part; they exclude
+            `devices` and `profiles`.
         devices: as of `simulate`, where none is measured.
         profiles: likewise.
         data: as of `simulate`.
@@ -229,14 +236,18 @@ def describe_fleet(  # noqa: PLR0913 those of `simulate`
     Raises:
         EdgeflError: something in it makes no sense, or data is missing.
     """
-    names = [board.name for board in measured]
+    measured = select_boards(measured, config.devices.names, config.devices.groups)
+    names, limits = [board.name for board in measured], list[str]()
     if measured:
         folder.mkdir(parents=True, exist_ok=True)
         model = config.task.get("model")
         cost_key = config.run.task if model is None else f"{config.run.task}/{model}"
-        counts = [board.num_examples for board in measured]
+        counts, limit = limit_counts([board.num_examples for board in measured])
+        limits += [limit] if limit else []
         devices, test = write_proxy_shards(config, counts, folder, data=data, scheme=scheme)
-        (path := folder / "boards.toml").write_text(format_profiles(measured, cost_key), encoding="utf-8")
+        text = format_profiles(measured, cost_key).encode()
+        path = folder / f"boards-{hashlib.sha256(text).hexdigest()[:16]}.toml"
+        write_atomic(path, text)
         simulation = replace(config.simulation, test=str(test), profile_file=str(path), profiles=tuple(names))
         # The boards' own conditions of work are in what was measured of them.
         config, profiles, data, scheme = replace(config, simulation=simulation), (), None, None
@@ -245,7 +256,12 @@ def describe_fleet(  # noqa: PLR0913 those of `simulate`
     shards = () if devices is None or isinstance(devices, int) else tuple(str(path.absolute()) for path in devices)
     boards = _list_boards(config, names or make_device_names(config.simulation.devices), shards)
     return AdvisedFleet(
-        names=[board.name for board in boards], boards=boards, config=config, shards=shards, measured=measured
+        names=[board.name for board in boards],
+        boards=boards,
+        config=config,
+        shards=shards,
+        measured=measured,
+        limits=limits,
     )
 
 
@@ -348,7 +364,8 @@ def _advise(  # noqa: PLR0913, PLR0917 those of `advise`
     more = search.choose_more(costs, ranked, [*leading, written])
     options += search.try_options(more, costs, _tighten(limited, ranked, request), deadline_s - clock())
     search.note_others(costs, options)
-    found = [_correct(option, corrections or {}) for option in options if option.seconds is not None]
+    found = [_correct(option, corrections) for option in options if option.seconds is not None]
+    request = _add_own_budgets(request, fleet.config, _correct(first, corrections) if is_own_goal else None)
     ranked = rank_options(found, request, is_max=goal.is_max)
     return Advice(
         options=ranked,
@@ -358,8 +375,22 @@ def _advise(  # noqa: PLR0913, PLR0917 those of `advise`
         request=request,
         left_out=search.left_out,
         fleet=fleet,
-        corrections=dict(corrections or {}),
+        corrections=dict(corrections),
     )
+
+
+def _add_own_budgets(request: Request, config: RunConfig, written: Option | None) -> Request:
+    """Returns a request with the run file's own seconds and bytes as budgets, where it has no tighter ones.
+
+    The run that stops at such a limit passes it a little; where its end is the goal, `written`, that is within.
+    """
+    budgets = dict(request.budgets)
+    limits: list[tuple[Quantity, float | None]] = [("time", config.run.seconds), ("bytes", config.run.bytes)]
+    for name, limit in limits:
+        if limit is not None:
+            passed = 0.0 if written is None or written.seconds is None else written.get_cost(name)
+            budgets[name] = min(budgets.get(name, math.inf), max(limit, passed))
+    return replace(request, budgets=budgets)
 
 
 def rank_options(options: Sequence[Option], request: Request, *, is_max: bool = True) -> list[Option]:
@@ -604,7 +635,7 @@ def _apply_goal(config: RunConfig, request: Request) -> tuple[RunConfig, MetricG
             raise
         raise ConfigError(str(error).replace("run.until", "--goal")) from None
     if criteria.until is not None:
-        return config, criteria.until
+        return replace(config, run=replace(config.run, accuracy=None)), criteria.until
     if criteria.accuracy is not None:
         return config, MetricGoal(name="accuracy", limit=criteria.accuracy, is_max=True)
     return config, None
@@ -628,6 +659,11 @@ def _make_own_goal(outcome: SweepOutcome, option: Option) -> MetricGoal:
     return MetricGoal(name="accuracy", limit=option.quality, is_max=True)
 
 
+def _keeps_rounds(config: RunConfig) -> bool:
+    """Returns whether noise or learning rate follow the rounds, so that another number is another training."""
+    return config.privacy.unit is not None or config.strategy.options.get("schedule", "constant") != "constant"
+
+
 def _set_goal(run: Any, goal: MetricGoal) -> Any:
     return replace(run, accuracy=None, until=f"{goal.name} {'>=' if goal.is_max else '<='} {goal.limit!r}")
 
@@ -635,22 +671,22 @@ def _set_goal(run: Any, goal: MetricGoal) -> Any:
 def _limit(config: RunConfig, written: Option, cost: RoundCost, fleet: AdvisedFleet, request: Request) -> RunConfig:
     """Returns settings under which a candidate is given up long after the run file as it is would have ended.
 
-    An amount of work is of the run file's own strategy, so that others need another number of rounds. A private run
-    keeps its rounds, and so does one whose learning rate follows them.
+    An amount of work is of the run file's own strategy, so that others need another number of rounds; its seconds
+    and bytes hold for all. A private run keeps its rounds, and so does one whose learning rate follows them.
     """
     run = config.run
-    if config.privacy.unit is not None or config.strategy.options.get("schedule", "constant") != "constant":
+    if _keeps_rounds(config):
         return config
     if written.seconds is None or not written.rounds:
-        return replace(config, run=replace(run, rounds=None, updates=None, bytes=None)) if run.epochs else config
+        return replace(config, run=replace(run, rounds=None, updates=None)) if run.epochs else config
     examples = max(1, sum(board.num_examples for board in fleet.boards))
     epochs = written.rounds * cost.examples / examples
     patience = TIGHT_PATIENCE if request.minimise == "time" else PATIENCE
     return replace(
         config,
         run=replace(
-            run, rounds=None, updates=None, bytes=None, epochs=max(1.0, PATIENCE * epochs),
-            seconds=max(1e-6, patience * written.seconds),
+            run, rounds=None, updates=None, epochs=max(1.0, PATIENCE * epochs),
+            seconds=max(1e-6, min(patience * written.seconds, run.seconds or math.inf)),
         ),
     )  # fmt: skip
 
@@ -660,10 +696,11 @@ def _tighten(config: RunConfig, ranked: Sequence[Option], request: Request) -> R
     best = ranked[0] if ranked and ranked[0].is_reached else None
     if best is None or request.minimise == "energy" or config.privacy.unit is not None:
         return config
+    run = config.run
     limit = TIGHT_PATIENCE * best.get_cost(request.minimise)
     if request.minimise == "time":
-        return replace(config, run=replace(config.run, seconds=min(limit, config.run.seconds or limit)))
-    return replace(config, run=replace(config.run, bytes=max(1, round(limit))))
+        return replace(config, run=replace(run, seconds=min(limit, run.seconds or limit)))
+    return replace(config, run=replace(run, bytes=max(1, round(min(limit, run.bytes or limit)))))
 
 
 def _double(rounds: int | None) -> int | None:

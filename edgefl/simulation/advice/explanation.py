@@ -63,7 +63,7 @@ def explain(advice: Advice) -> list[str]:
 
 def list_limits(advice: Advice) -> list[str]:
     """Returns what the advice did not look at, and what it assumes."""
-    found = [*advice.left_out]
+    found = [*advice.left_out, *advice.fleet.limits]
     if advice.fleet.config.strategy.name in COMPARED:
         found += LEFT_OUT
     assumed = [board.name for board in advice.fleet.measured if not board.has_sizes]

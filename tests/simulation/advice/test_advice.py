@@ -9,7 +9,16 @@ import edgefl
 from edgefl.core.config import load_run, parse_run
 from edgefl.core.errors import ConfigError, RunFailedError
 from edgefl.engine.progress import MetricGoal
-from edgefl.simulation.advice.advice import Option, Request, advise, describe_fleet, rank_options
+from edgefl.simulation.advice.advice import (
+    Advice,
+    Option,
+    Request,
+    _add_own_budgets,
+    _limit,
+    advise,
+    describe_fleet,
+    rank_options,
+)
 from edgefl.simulation.advice.candidates import Candidate, list_candidates
 from edgefl.simulation.advice.costs import RoundCost
 from edgefl.simulation.advice.explanation import explain, format_run_file, list_limits, make_rows
@@ -105,6 +114,67 @@ def test_a_loss_counts_the_other_way_round():
         make_option(name, 1.0, 1, reached=False, quality=loss) for name, loss in (("fedavg", 2.0), ("esync", 1.0))
     ]
     assert rank_options(options, Request(), is_max=False)[0].candidate.strategy == "esync"
+
+
+def make_advice(fleet, *, own=False, strategy="esync", is_written=False, request=None, corrections=None):
+    """An advice whose best option is of 3 rounds, 10 s and 400 bytes."""
+    option = make_option(strategy, 10.0, 400)
+    option = replace(option, candidate=replace(option.candidate, is_written=is_written), is_front=True)
+    return Advice(
+        options=[option],
+        written=None,
+        goal=MetricGoal(name="accuracy", limit=0.8, is_max=True),
+        is_own_goal=own,
+        request=request or Request(),
+        left_out=[],
+        fleet=fleet,
+        corrections=corrections or {},
+    )
+
+
+KEEPING = [
+    {
+        "privacy": {"unit": "device", "epsilon": 8.0, "delta": 1e-5, "boards": 2, "clip": 1.0},
+        "guard": {"enabled": False},
+    },
+    {"strategy": {"schedule": "cosine:40"}},
+]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("sections", KEEPING)
+def test_rounds_that_noise_or_learning_rate_follow_are_simulated_and_written_as_they_are(describe, sections, own):
+    run = {"rounds": 40, "seconds": 500.0}
+    fleet = describe({}, {}, run=run, **sections)
+    config = fleet.config
+    assert _limit(config, make_option("fedavg", 10.0, 400), COST, fleet, Request()) == config
+    made = make_advice(fleet, own=own, strategy="fedavg").make_run(config).run
+    goal = {"until": "accuracy >= 0.8"} if own else {"accuracy": 0.8}
+    assert made == replace(config.run, **goal)
+
+
+def test_a_written_file_keeps_the_limits_that_hold_for_all_and_drops_those_of_other_work(describe):
+    limits = {"epochs": 7.0, "updates": 20, "seconds": 500.0, "bytes": 9000}
+    fleet = describe({}, {}, run=limits)
+    limited = _limit(fleet.config, make_option("fedavg", 400.0, 400), COST, fleet, Request()).run
+    assert (limited.rounds, limited.updates, limited.seconds, limited.bytes) == (None, None, 500.0, 9000)
+    other = make_advice(fleet).make_run(fleet.config).run
+    assert (other.epochs, other.updates, other.seconds, other.bytes, other.rounds) == (None, None, 500.0, 9000, 6)
+    same = make_advice(fleet, is_written=True, strategy="fedavg").make_run(fleet.config).run
+    assert (same.epochs, same.updates) == (7.0, 20)
+    own = make_advice(fleet, own=True).make_run(fleet.config).run
+    assert (own.epochs, own.updates, own.accuracy, own.until, own.rounds) == (None, None, None, None, 3)
+
+
+def test_seconds_and_bytes_of_the_run_file_are_budgets_beside_those_asked_for():
+    config = make_config(run={"seconds": 8.0, "bytes": 300})
+    asked = _add_own_budgets(Request(budgets={"bytes": 200.0, "energy": 5.0}), config, None)
+    assert asked.budgets == {"time": 8.0, "bytes": 200.0, "energy": 5.0}
+    slow = rank_options([make_option("esync", 9.0, 100)], asked)[0]
+    assert not slow.is_within
+    # A run whose own end is the goal passes a limit by its last round.
+    own = _add_own_budgets(Request(), config, make_option("fedavg", 7.0, 320))
+    assert own.budgets == {"time": 8.0, "bytes": 320}
 
 
 @simulated
