@@ -24,7 +24,7 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.run import RunProgressBar
-from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
+from edgefl.cli.sources import FOLDER_TYPE, NumberRange, allow_module_option
 from edgefl.cli.stats import drift
 from edgefl.core.errors import DataError, UsageError
 from edgefl.engine.run_summary import RunResult, format_accuracy, format_quality, select_device_metrics
@@ -106,7 +106,11 @@ _FLEET_OPTIONS = (
         metavar="HOST:PORT",
         help="The Ray cluster, of which this machine is a node; without it, one is started here for the run alone.",
     ),
-    click.option("--worker-gpus", type=float, help="GPUs of each worker on Ray, such as 0.25 where four share one."),
+    click.option(
+        "--worker-gpus",
+        type=NumberRange(0, 64),
+        help="GPUs of each worker on Ray, such as 0.25 where four share one.",
+    ),
 )
 
 

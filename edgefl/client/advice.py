@@ -117,30 +117,46 @@ def read_measured_boards(source: Source, task: str) -> list[MeasuredBoard]:
 def read_errors(source: Source) -> list[Json]:
     """Returns a row for each finished run whose file says what was predicted of it, oldest first.
 
-    An error is what the run took, to what was predicted, less 1: 0.1 says that it took a tenth more.
+    An error is what the run took, to what was predicted, less 1: 0.1 says that it took a tenth more. Runs that ended
+    by a limit, short of what was predicted, are left out.
     """
     rows = [row for row in source.read_rows("runs") if row["status"] == "finished"][-MAX_PREDICTIONS:]
-    found = ((row, source.find_run(row["run_id"]).config.get("advice")) for row in rows)
-    return [_compare(source, row, predicted) for row, predicted in found if predicted]
+    found = ((row, source.find_run(row["run_id"]).config) for row in rows)
+    return [
+        row for run, config in found if config.get("advice") and (row := _compare(source, run, config)) is not None
+    ]
 
 
 def compute_corrections(errors: list[Json], task: str) -> dict[str, float]:
-    """Returns factors for the next advice of a task: medians of what runs took to what was predicted, by quantity.
+    """Returns factors for the next advice of a task: medians of what runs took to what was simulated, by quantity.
 
-    Empty for a quantity of which fewer than `MIN_CORRECTED` runs tell.
+    What was predicted holds the factors of its own time, which are taken out again. Empty for a quantity of which
+    fewer than `MIN_CORRECTED` runs tell.
     """
     factors = {}
     for name in PREDICTED:
         ratios = [
-            1 + row[f"{name}_error"] for row in errors if row["task"] == task and row[f"{name}_error"] is not None
+            (1 + row[f"{name}_error"]) * row[f"{name}_factor"]
+            for row in errors
+            if row["task"] == task and row[f"{name}_error"] is not None
         ]
         if len(ratios) >= MIN_CORRECTED:
             factors[name] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, statistics.median(ratios)))
     return factors
 
 
-def _compare(source: Source, run: Mapping[str, Any], predicted: Mapping[str, Any]) -> Json:
+def _compare(source: Source, run: Mapping[str, Any], config: Mapping[str, Any]) -> Json | None:
+    """Returns the row of a run; None where it ended by a limit, so that it says nothing of the prediction."""
+    from edgefl.engine.progress import is_goal_reason  # noqa: PLC0415 fast start
+
+    predicted, section = config["advice"], config.get("run") or {}
     rounds = [row for row in source.read_rows("rounds", run=run["run_id"]) if row["closed_at"] is not None]
+    if section.get("accuracy") is not None or section.get("until") is not None:
+        is_comparable = is_goal_reason(run.get("reason") or "")
+    else:
+        is_comparable = len(rounds) >= (predicted.get("rounds") or 0)
+    if not is_comparable:
+        return None
     seconds = rounds[-1]["closed_at"] - rounds[0]["started_at"] if rounds else None
     sent = sum(row["bytes_up"] + row["bytes_down"] for row in rounds) if rounds else None
     up, down = predicted.get("bytes_up"), predicted.get("bytes_down")
@@ -156,6 +172,7 @@ def _compare(source: Source, run: Mapping[str, Any], predicted: Mapping[str, Any
         "predicted_j": predicted.get("joules"),
         "joules": run["energy_j"],
         "joules_error": _compute_error(predicted.get("joules"), run["energy_j"]),
+        **{f"{name}_factor": predicted.get(f"{name}_factor") or 1.0 for name in PREDICTED},
     }
 
 

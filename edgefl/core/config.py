@@ -631,6 +631,8 @@ class AdviceSection:
         rounds: that are closed.
         bytes_up, bytes_down: of updates and models.
         joules: of all devices while they compute; not given where the power of one is unknown.
+        seconds_factor, bytes_factor, joules_factor: by which errors of earlier advice corrected these figures; not
+            given where none did.
     """
 
     seconds: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1e12})
@@ -638,6 +640,9 @@ class AdviceSection:
     bytes_up: int | None = field(default=None, metadata={"at_least": 0})
     bytes_down: int | None = field(default=None, metadata={"at_least": 0})
     joules: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1e15})
+    seconds_factor: float | None = field(default=None, metadata={"above": 0, "at_most": 1e3})
+    bytes_factor: float | None = field(default=None, metadata={"above": 0, "at_most": 1e3})
+    joules_factor: float | None = field(default=None, metadata={"above": 0, "at_most": 1e3})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

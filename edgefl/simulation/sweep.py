@@ -64,7 +64,8 @@ class SweepRun:
 
     Attributes:
         run_id: the id in the store: of all settings, this release, and the content of `files`.
-        files: SHA-256 of each file that the settings name, and of the modules of a task or strategy of one's own.
+        files: SHA-256 of each file that the settings name, of the modules of a task or strategy of one's own, and of
+            the shards.
         values: by setting, in the order of the command line.
         seed: of the run.
         config: all settings, the fleet's too.
@@ -106,10 +107,10 @@ class SweepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """What a run came to: its row of `edgefl history runs`, those of its devices, and of its closed rounds."""
+    """What a run came to: its row of `edgefl history runs`, those of its updates, and of its closed rounds."""
 
     run: Mapping[str, Any] = field(default_factory=dict)
-    devices: Sequence[Mapping[str, Any]] = ()
+    updates: Sequence[Mapping[str, Any]] = ()
     rounds: Sequence[Mapping[str, Any]] = ()
 
 
@@ -251,7 +252,8 @@ def make_sweep_run(
     Raises:
         ConfigError: a file that the settings name cannot be read.
     """
-    files = {path: (hash_file or _hash_file)(path) for path in _list_files(config)}
+    paths = [*_list_files(config), *_list_shard_files(shards)]
+    files = {path: (hash_file or _hash_file)(path) for path in paths}
     settings = config.to_json()
     for setting in INDIFFERENT_SETTINGS:
         settings["simulation"].pop(setting, None)
@@ -334,6 +336,13 @@ def _list_files(config: RunConfig) -> list[str]:
     sources = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     named = [text for text in _list_texts(config.to_json()) if os.path.isfile(text)]  # noqa: PTH113 of any length
     return [str(Path(path).absolute()) for path in (*sources, *named) if path is not None]
+
+
+def _list_shard_files(shards: Sequence[str]) -> Iterator[str]:
+    """Yields the files of shards, each of which is a file or a folder."""
+    for shard in map(Path, shards):
+        found = sorted(shard.rglob("*")) if shard.is_dir() else [shard]
+        yield from (str(path) for path in found if not path.is_dir())
 
 
 def _list_texts(value: object) -> Iterator[str]:
@@ -430,7 +439,7 @@ def read_totals(root: Path, outcomes: Sequence[SweepOutcome]) -> list[RunTotals]
 def _read_totals(store: Store, run_id: str) -> RunTotals:
     return RunTotals(
         run=read_history(store, "runs", run=run_id)[0],
-        devices=read_history(store, "devices", run=run_id),
+        updates=read_history(store, "updates", run=run_id),
         rounds=[row for row in read_history(store, "rounds", run=run_id) if row["closed_at"] is not None],
     )
 
@@ -485,6 +494,7 @@ def _simulate_all(
         return
     with contextlib.ExitStack() as stack:
         workers = shared or stack.enter_context(SweepWorkers(num_jobs))
+        workers.resume()
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
         futures = [pool.submit(workers.simulate, run, root) for run in runs]
         try:
@@ -527,7 +537,8 @@ class SweepWorkers:
     """Processes that simulate runs, for one sweep or several; each starts with its first run."""
 
     def __init__(self, num_jobs: int) -> None:
-        self._workers = [_Worker() for _ in range(max(1, num_jobs))]
+        self._is_stopped = threading.Event()
+        self._workers = [_Worker(self._is_stopped) for _ in range(max(1, num_jobs))]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -550,24 +561,38 @@ class SweepWorkers:
         finally:
             self._idle.put(worker)
 
+    def resume(self) -> None:
+        """Lets runs start again after `stop_runs`, once its threads have ended."""
+        self._is_stopped.clear()
+
     def stop_runs(self) -> None:
-        """Ends processes in the middle of a run."""
+        """Ends processes in the middle of a run, and lets no other start."""
+        self._is_stopped.set()
         for worker in self._workers:
             if worker.is_busy:
                 worker.kill()
 
 
 class _Worker:
-    """A process that simulates runs; it is started with the first, and again after it has died."""
+    """A process that simulates runs; it is started with the first, and again after it has died.
 
-    def __init__(self) -> None:
+    Args:
+        is_stopped: no run is to start or to go on; whoever sets it kills busy processes afterwards.
+    """
+
+    def __init__(self, is_stopped: threading.Event) -> None:
         self.is_busy = False
+        self._is_stopped = is_stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
 
     def simulate(self, request: Json) -> tuple[str, RunStatus]:
         """Returns as `_simulate_one`, and the status of a run with an error: a signal ends none for good."""
-        self.is_busy, process = True, self._start()
+        self.is_busy = True  # first: who stops runs kills what is busy, or is seen below
+        process = self._start()
+        if self._is_stopped.is_set():
+            self.is_busy = False
+            return "the sweep was stopped", RunStatus.INTERRUPTED
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):  # a process that has died gives no reply either
@@ -588,6 +613,7 @@ class _Worker:
         """Kills the process; the thread that waits for its reply gets none, and starts another with the next run."""
         if (process := self._process) is not None:
             process.kill()
+            process.wait()  # the next run finds it dead, and starts another
 
     def close(self) -> None:
         """Ends the process, in the middle of a run too."""
@@ -608,6 +634,8 @@ class _Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._is_closed.is_set():
             raise RunFailedError("the sweep is over")
+        if self._process is not None and self._process.poll() is not None:
+            self._end_process()
         if self._process is None:
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self._process = subprocess.Popen(

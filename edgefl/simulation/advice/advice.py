@@ -38,6 +38,7 @@ from edgefl.simulation.simulated_run import (
     make_device_names,
 )
 from edgefl.simulation.sweep import (
+    OUT_OF_TIME,
     RunTotals,
     SweepOutcome,
     SweepRun,
@@ -166,6 +167,7 @@ class Advice:
         left_out: what was not tried or did not end, a sentence each.
         fleet: the boards.
         corrections: factors that errors of earlier advice gave, by quantity; they are in the figures.
+        failure: why a simulation came to nothing, other than for want of time; empty where none did.
     """
 
     options: Sequence[Option]
@@ -176,6 +178,7 @@ class Advice:
     left_out: Sequence[str]
     fleet: AdvisedFleet
     corrections: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
 
     @property
     def best(self) -> Option | None:
@@ -205,9 +208,13 @@ class Advice:
                 # These amounts are of the run file's own strategy and work; others need other ones.
                 run = replace(run, epochs=None, updates=None)
         prediction = AdviceSection(
-            seconds=best.seconds, rounds=best.rounds, bytes_up=best.bytes_up, bytes_down=best.bytes_down,
+            seconds=best.seconds,
+            rounds=best.rounds,
+            bytes_up=best.bytes_up,
+            bytes_down=best.bytes_down,
             joules=best.joules,
-        )  # fmt: skip
+            **{f"{name}_factor": factor for name, factor in self.corrections.items()},
+        )
         return replace(best.candidate.apply(config), run=run, advice=prediction)
 
 
@@ -376,6 +383,9 @@ def _advise(  # noqa: PLR0913, PLR0917 those of `advise`
         left_out=search.left_out,
         fleet=fleet,
         corrections=dict(corrections),
+        failure=next(
+            (one.reason for one in options if one.seconds is None and one.reason not in {"", OUT_OF_TIME}), ""
+        ),
     )
 
 
@@ -573,18 +583,19 @@ def _add_totals(
 ) -> Option:
     names = make_device_names(len(fleet.boards))
     powers = {name: board.profile.power_w for name, board in zip(names, fleet.boards, strict=True)}
-    spent = [(powers.get(row["device_id"]), row["compute_s"]) for row in totals.devices if row["role"] == "trainer"]
-    joules = [power * seconds for power, seconds in spent if power is not None]
     waited, worked = totals.run["wait_s"] or 0.0, (totals.run["compute_s"] or 0.0) + (totals.run["send_s"] or 0.0)
     name = "accuracy" if goal is None else goal.name
     rounds = _cut_at_goal(totals.rounds, goal) if fleet.config.run.accuracy_window == 1 else totals.rounds
+    last = rounds[-1]["round"] if rounds else 0
+    spent = [row for row in totals.updates if row["round"] <= last]
+    joules = math.fsum((powers[row["device_id"]] or 0.0) * (row["compute_s"] or 0.0) for row in spent)
     return replace(
         option,
         seconds=rounds[-1]["closed_at"] - rounds[0]["started_at"] if rounds else None,
         rounds=len(rounds),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),
-        joules=math.fsum(joules) * len(rounds) / max(1, len(totals.rounds)) if len(joules) == len(spent) else None,
+        joules=None if None in powers.values() else joules,
         waiting=0.0 if option.candidate.strategy in ASYNCHRONOUS else waited / max(1e-9, waited + worked),
         lost=(totals.run["num_lost"] or 0) / max(1, totals.run["num_assignments"] or 0),
         quality=_get_quality(rounds[-1], name) if rounds else None,

@@ -192,7 +192,10 @@ def _explain_boards(advice: Advice) -> Iterator[str]:
 
 def _explain_failure(advice: Advice) -> Iterator[str]:
     if not advice.options:
-        yield "no simulation ended in time: give more --seconds, or fewer boards."
+        if advice.failure:
+            yield f"no simulation came to a result: {advice.failure}"
+        else:
+            yield "no simulation ended in time: give more --seconds, or fewer boards."
         return
     reached = [option for option in advice.options if option.is_reached]
     if reached:

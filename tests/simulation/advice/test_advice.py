@@ -233,9 +233,9 @@ def test_joules_are_power_by_the_time_of_computing(ask):
     advice = ask({}, {}, {}, {"power_w": 12.0}, num_simulated=1)
     result = edgefl.simulate(advice.fleet.config, root=advice.fleet.config.simulation.profile_file + "-sim")
     power = dict.fromkeys(("device-01", "device-02", "device-03"), 6.0) | {"device-04": 12.0}
-    joules = sum(power[row["device_id"]] * row["compute_s"] for row in result.updates)
-    share = advice.written.rounds / len(result.rounds)
-    assert advice.written.joules == pytest.approx(share * joules)
+    until = result.rounds[advice.written.rounds - 1]["round"]
+    joules = sum(power[row["device_id"]] * row["compute_s"] for row in result.updates if row["round"] <= until)
+    assert advice.written.joules == pytest.approx(joules)
 
 
 def test_energy_without_the_power_of_a_board_is_refused_by_its_name(ask):
@@ -270,9 +270,10 @@ def test_a_goal_out_of_reach_is_said_with_the_nearest_and_writes_no_file(ask, de
 
 @simulated
 def test_without_time_it_says_what_did_not_end(ask):
+    endless = {"rounds": 10_000_000}
     with pytest.raises(RunFailedError, match=r"did not end .* give --goal, more --seconds or fewer run\.rounds"):
-        ask({}, {}, seconds=0.1)
-    advice = ask({}, {}, seconds=0.1, goal="accuracy >= 0.5")
+        ask({}, {}, seconds=0.1, run=endless)
+    advice = ask({}, {}, seconds=0.1, goal="accuracy >= 0.9999", run=endless)
     assert advice.options == []
     assert "no simulation ended in time" in explain(advice)[0]
     assert any("the time was over before it ended" in line for line in list_limits(advice))
@@ -302,3 +303,18 @@ def test_a_correction_changes_the_figures_and_is_said(describe, tmp_path):
         for line in list_limits(more)
     )
     assert replace(more, corrections={}).best == more.best
+
+
+def test_a_written_file_says_by_what_its_figures_are_corrected(describe, tmp_path):
+    fleet = describe({})
+    advice = make_advice(fleet, corrections={"seconds": 1.5, "bytes": 2.0})
+    (path := tmp_path / "advised.toml").write_text(format_run_file(advice, fleet.config))
+    found = load_run(path).advice
+    assert (found.seconds, found.seconds_factor, found.bytes_factor, found.joules_factor) == (10.0, 1.5, 2.0, None)
+
+
+def test_where_all_failed_the_first_reason_is_said(describe):
+    advice = replace(make_advice(describe({})), options=[])
+    assert explain(advice)[0].startswith("no simulation ended in time")
+    failed = explain(replace(advice, failure="no device can make progress"))[0]
+    assert failed == "no simulation came to a result: no device can make progress"
