@@ -41,7 +41,7 @@ from edgefl.core import protocol
 from edgefl.core.clusters import CLUSTERS_KEY
 from edgefl.core.config import OpenIdSettings, parse_run
 from edgefl.core.protocol import JOB_LIMITS, Topic, peer_topic
-from edgefl.core.sites import PARTIAL_SUMS_KEY
+from edgefl.core.sites import PARTIAL_SUMS_KEY, SITE_LIMITS_KEY
 from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
 from edgefl.device.diagnostics import json_log
 from edgefl.device.flower import work_loop
@@ -167,8 +167,8 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     of_model[protocol.IGNORES_REPLY_KEY] = True
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
     of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY, "split", protocol.ADAPT_KEY, protocol.PERSONAL_KEY}
-    of_store |= {CLUSTERS_KEY, protocol.PRIVACY_KEY, protocol.CONDITIONS_KEY, protocol.SLICES_KEY, PARTIAL_SUMS_KEY}
-    of_store.add(protocol.SECURE_KEY)
+    of_store |= {CLUSTERS_KEY, protocol.PRIVACY_KEY, protocol.CONDITIONS_KEY, protocol.SLICES_KEY}
+    of_store |= {PARTIAL_SUMS_KEY, SITE_LIMITS_KEY, protocol.SECURE_KEY}
     sent = {
         **build_run(parse_run({"run": {"task": "digits"}, "strategy": {"name": "fltrust"}}), "r1").header,
         **told_order,

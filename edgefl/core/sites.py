@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from edgefl.core.claims import DEFAULT_WEIGHT_RATIO
 from edgefl.core.metrics import MetricSet
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.safe_text import escape_text
@@ -11,6 +12,8 @@ from edgefl.core.types import Json, ModelSpec
 
 PARTIAL_SUMS_KEY = "partial_sums"
 """Key in the header of instructions, true: the mean of a site's updates may take the place of the updates."""
+SITE_LIMITS_KEY = "site_limits"
+"""Key beside it: the `SiteLimits` of the run."""
 SITE_KEY = "site"
 """Key in the metrics of a gateway's answers: the boards that it is of; in a gateway's facts: how many it has."""
 MAX_SITE_BOARDS = 256
@@ -32,6 +35,32 @@ class SiteTask:
     spec: ModelSpec
     metrics: MetricSet
     needs_torch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteLimits:
+    """Limits of a run that hold within a site, too.
+
+    Attributes:
+        max_weight_ratio: of a board's examples to the median of the site's boards; 0 for no limit.
+        deadline_s: in which an answer has to be there; None for none.
+    """
+
+    max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
+    deadline_s: float | None = None
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, value: object) -> SiteLimits:
+        """Returns the limits in a header; the usual ones in place of what makes no sense, or is not there."""
+        row = value if isinstance(value, dict) else {}
+        ratio, deadline_s = finite_or_none(row.get("max_weight_ratio")), finite_or_none(row.get("deadline_s"))
+        return cls(
+            max_weight_ratio=DEFAULT_WEIGHT_RATIO if ratio is None or ratio < 0 else ratio,
+            deadline_s=None if deadline_s is None or not 0 < deadline_s < MAX_SECONDS else deadline_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,8 @@ OnAlive = Callable[[], None]
 """Called every so often while the boards work."""
 NO_SUMS = (
     "it is a site gateway, which answers with the mean of its boards' updates, and this run needs the update of each "
-    "board; runs with fedavg or fedprox, without [privacy], [split], strategy.seconds and selection by utility do not"
+    "board; runs with fedavg or fedprox, without [privacy], [secure_aggregation], [split], guard.max_norm, "
+    "strategy.seconds and selection by utility do not"
 )
 NOT_BUILT_IN = (
     "the gateway loads no task that is not built in; edgefl gateway start --confine never does, with the "
@@ -57,6 +58,7 @@ class Site(Protocol):
     def run_round(self, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive) -> tuple[Json, bytes]: ...
     def evaluate(self, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive) -> tuple[Json, bytes]: ...
     def finish_early(self, assignment: str) -> None: ...
+    def complete_run(self, run_id: str) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -109,6 +111,10 @@ class SiteTrainer(ConfiningTrainer):
     def finish_early(self, assignment_id: str) -> None:
         super().finish_early(assignment_id)
         self._site.finish_early(assignment_id)
+
+    def complete_run(self, run: str) -> None:
+        super().complete_run(run)
+        self._site.complete_run(run)
 
     def abort(self) -> None:
         super().abort()

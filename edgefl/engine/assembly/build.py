@@ -32,7 +32,7 @@ from edgefl.core.protocol import (
     model_fingerprint,
 )
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
-from edgefl.core.sites import PARTIAL_SUMS_KEY
+from edgefl.core.sites import PARTIAL_SUMS_KEY, SITE_LIMITS_KEY, SiteLimits
 from edgefl.core.types import (
     Algorithm,
     Array,
@@ -177,7 +177,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
             **({CLUSTERS_KEY: num_clusters} if num_clusters else {}),
-            **({PARTIAL_SUMS_KEY: True} if permits_partial_sums(config) else {}),
+            **_make_site_header(config),
             **({SLICES_KEY: True} if getattr(strategy, "sends_slices", False) else {}),
             **compiled,
         },
@@ -195,6 +195,14 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
         cluster_shapes=cluster_shapes,
         is_built_in=config.run.task in BUILT_IN and getattr(get_plan(strategy), "algorithm", "sgd") in {*Algorithm},
     )
+
+
+def _make_site_header(config: RunConfig) -> Json:
+    """Returns what instructions say to site gateways."""
+    if not permits_partial_sums(config):
+        return {}
+    limits = SiteLimits(max_weight_ratio=config.guard.max_weight_ratio, deadline_s=config.run.deadline_s)
+    return {PARTIAL_SUMS_KEY: True, SITE_LIMITS_KEY: limits.to_json()}
 
 
 def _plans_iterations(strategy: Strategy[Any]) -> bool:

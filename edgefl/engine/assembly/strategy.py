@@ -113,6 +113,8 @@ def permits_partial_sums(config: RunConfig) -> bool:
         else False
     ) and not (
         config.privacy.unit is not None
+        or config.secure_aggregation.enabled
+        or config.guard.max_norm is not None
         or config.aggregation.is_collective
         or config.split.after is not None
         or config.selection.rule == "utility"

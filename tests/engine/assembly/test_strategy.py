@@ -89,6 +89,16 @@ def test_what_needs_whole_updates_is_refused_where_devices_send_slices(
         ({"strategy": {"name": "fedprox"}, "server": {"optimizer": "adam"}}, True),
         ({"strategy": {"name": "fedavg", "seconds": 1.0}}, False),
         ({"strategy": {"name": "fedavg"}, "selection": {"rule": "utility"}, "devices": {"count": 2}}, False),
+        ({"strategy": {"name": "fedavg"}, "guard": {"max_norm": 1.0}}, False),
+        (
+            {
+                "strategy": {"name": "fedavg"},
+                "secure_aggregation": {"enabled": True},
+                "guard": {"enabled": False, "max_weight_ratio": 0.0},
+                "devices": {"min": 3},
+            },
+            False,
+        ),
         ({"strategy": {"name": "fednova"}}, False),
         ({"strategy": {"name": "ssgd"}}, False),
         ({"strategy": {"name": "scaffold"}}, False),
@@ -99,3 +109,10 @@ def test_what_needs_whole_updates_is_refused_where_devices_send_slices(
 def test_only_a_mean_weighted_by_examples_may_be_taken_at_a_site(tables: dict[str, Any], is_permitted: bool) -> None:
     run = build_run(parse_run({"run": {"task": "digits", "rounds": 1}, **tables}), "r")
     assert run.header.get("partial_sums", False) is is_permitted
+
+
+def test_a_site_is_told_the_limits_of_the_run() -> None:
+    tables = {"guard": {"max_weight_ratio": 3.0}, "strategy": {"name": "fedavg"}}
+    run = {"task": "digits", "rounds": 1, "deadline_s": 90.0}
+    header = build_run(parse_run({"run": run, **tables}), "r").header
+    assert header["site_limits"] == {"max_weight_ratio": 3.0, "deadline_s": 90.0}
