@@ -213,6 +213,10 @@ class AdmissionController:
         """Returns why devices that the run could have are not ready, by id."""
         return self._candidates.get_not_ready(with_unselected=True)
 
+    def get_statuses(self) -> dict[str, AdmissionStatus]:
+        """Returns the status of every device that was asked, by id."""
+        return {name: candidate.status for name, candidate in self._candidates.by_device.items()}
+
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""
         return self._traffic.pop(device_id, (0, 0))
@@ -471,6 +475,10 @@ class RunMembership:
     def get_not_ready(self) -> dict[str, str]:
         """Returns why devices that the run could have are not ready, by id."""
         return self._admission.get_not_ready() if self._admission is not None else {}
+
+    def get_statuses(self) -> dict[str, AdmissionStatus]:
+        """Returns the status of every device that was asked, by id."""
+        return self._admission.get_statuses() if self._admission is not None else {}
 
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""

@@ -21,7 +21,7 @@ from edgefl.coordinator.execution.admission import (
     RecordEvent,
     RunMembership,
 )
-from edgefl.coordinator.execution.fleet_view import IdleRunReporter, LiveFleetView, RunSpec
+from edgefl.coordinator.execution.fleet_view import AdmissionStatus, IdleRunReporter, LiveFleetView, RunSpec
 from edgefl.coordinator.execution.headers import (
     LINEAGE_KEY,
     RECORD_KEY,
@@ -248,6 +248,10 @@ class LiveFleet:
 
     def view(self) -> LiveFleetView:
         return self._view.refresh()
+
+    def get_admission_statuses(self) -> dict[str, AdmissionStatus]:
+        """Returns the status of every device that was asked whether it can take part, by id."""
+        return self._membership.get_statuses()
 
     def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
         """Sends every instruction and wake-up; one that cannot be sent comes back as `InstructionFailed`."""

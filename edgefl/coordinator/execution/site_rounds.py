@@ -18,15 +18,19 @@ import logging
 import math
 import shutil
 import threading
+import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.error_feedback import MAX_PENDING
 from edgefl.coordinator.execution.admission import AdmissionRequirements, NotEnoughDevicesError
-from edgefl.coordinator.execution.fleet_view import RunSpec
+from edgefl.coordinator.execution.fleet_view import AdmissionStatus, RunSpec
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import DeviceNotifier, InstructionTransport
 from edgefl.coordinator.fleet.presence import PresenceChanged
@@ -39,15 +43,15 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.claims import ClaimLimits
-from edgefl.core.errors import DataError, JournalError
+from edgefl.core.errors import DataError, JournalError, StoreError, TaskError
 from edgefl.core.metrics import MetricSet
+from edgefl.core.protocol import Command, CommandKind
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.sites import MAX_SITE_BOARDS, SITE_KEY, BoardShare, SiteTask
+from edgefl.core.sites import MAX_SITE_BOARDS, SITE_KEY, SITE_LIMITS_KEY, BoardShare, SiteLimits, SiteTask
 from edgefl.core.types import (
     EPSILON,
     Array,
     Decision,
-    DeviceAvailable,
     DeviceInfo,
     EvaluateInstruction,
     EvaluateResult,
@@ -70,6 +74,7 @@ from edgefl.core.types import (
 )
 from edgefl.engine.fleet_state import FleetState
 from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.store import REJECTED_EVENT_KIND
 from edgefl.strategies.aggregation import StreamingMean
 from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.system.atomic_files import make_private_directory, write_atomic
@@ -77,11 +82,24 @@ from edgefl.system.atomic_files import make_private_directory, write_atomic
 log = logging.getLogger(__name__)
 
 FOLDER = "site-rounds"
-REPLY_FILE, JOURNAL_FOLDER = "reply", "journal"
+REPLY_FILE, JOURNAL_FOLDER, INDEX_FILE = "reply", "journal", "index.json"
 MAX_KEPT_ROUNDS = 16
 """Finished rounds whose answer is kept; the coordinator upstream asks for at most two again."""
+MAX_KEPT_RUNS, MAX_KEPT_NAMES = 16, 64
+"""Runs of which something is known, and assignments whose recall or use is."""
 READY_S = 20.0
 """Longest time in which boards say whether they can take part; upstream waits 30 s for the gateway's answer."""
+ANSWER_S = 5.0
+"""Once a board is ready, the time in which the others can still say that they are not."""
+EARLY_S = 30.0
+"""Time in which a board that is asked to finish early has to answer."""
+PATIENCE_S, PATIENCE_RATIO = 1800.0, 4.0
+"""Without a deadline, once half of the boards have answered: the others have so long, or that many times as long as
+the last of these took, whichever is more."""
+MAX_MARGIN_S, MARGIN_SHARE = 30.0, 0.1
+"""Of the run's deadline, which is for the way upstream."""
+EVALUATION_S = 540.0
+"""Longest evaluation of a site; upstream waits for it `EVALUATION_DEADLINE_S`."""
 REJOIN_S = 30.0
 """After the start of the gateway, the time that a round waits for boards that have joined before."""
 POLL_S = 1.0
@@ -119,6 +137,18 @@ class _SentModel:
         return None
 
 
+@dataclass(slots=True)
+class _SiteRun:
+    """What is known of a run while the gateway runs: boards that cannot take part, and the refusals of others."""
+
+    rejected: set[str] = field(default_factory=set)
+    guard: UpdateGuard = field(default_factory=UpdateGuard)
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        return frozenset(self.rejected | self.guard.state.quarantined)
+
+
 class SiteRounds:
     """Rounds of the site's boards for the coordinator upstream. One thread calls them; `post` and `stop` are for any.
 
@@ -146,8 +176,11 @@ class SiteRounds:
         self._run_id = ""
         self._assignment = ""
         self._is_stopping = False
+        self._recalled: deque[str] = deque(maxlen=MAX_KEPT_NAMES)
+        self._runs: dict[str, _SiteRun] = {}
         self._lock = threading.Lock()
         make_private_directory(folder)
+        self._index = RoundIndex.load(folder)
 
     # For the messages of the boards.
 
@@ -171,8 +204,18 @@ class SiteRounds:
     def finish_early(self, assignment: str) -> None:
         """Asks the boards to send what they have of an instruction."""
         with self._lock:
+            self._recalled.append(assignment)
             if self._fleet is not None and assignment == self._assignment:
                 self._fleet.post(StopRequested(reason="the coordinator upstream wants the answer now"))
+
+    def complete_run(self, run_id: str) -> None:
+        """Tells the boards that a run is over upstream: its conditions block them no more."""
+        if self.is_current(run_id):
+            self._run_id = ""
+        self._runs.pop(run_id, None)
+        for info in self.list_boards():
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
+            self._notifier.send_command(info.device_id, command)
 
     # For the coordinator upstream.
 
@@ -203,7 +246,7 @@ class SiteRounds:
         return counts
 
     def check_ready(self, header: Json, task: SiteTask, on_alive: OnAlive) -> None:
-        """Returns once a board is ready for the run of a header.
+        """Returns once a board is ready for the run of a header; those that are not get no work of it.
 
         Raises:
             DataError: the site has no board that could take part, with the reason of each.
@@ -220,15 +263,23 @@ class SiteRounds:
         )
         fleet = self._open_fleet(header, task, b"", requirements)
         until_s = self._clock() + READY_S
+        ready_s = None
         try:
             while self._clock() < until_s:
                 on_alive()
-                events = fleet.wait(min(until_s, self._clock() + POLL_S))
-                if any(isinstance(event, DeviceAvailable) for event in events) and fleet.view().idle:
+                fleet.wait(min(until_s, self._clock() + POLL_S / 4))
+                ready_s = self._clock() if ready_s is None and fleet.view().idle else ready_s
+                has_answered = AdmissionStatus.PENDING not in fleet.get_admission_statuses().values()
+                if ready_s is not None and (has_answered or self._clock() >= ready_s + ANSWER_S):
                     return
+            if ready_s is not None:
+                return
         except NotEnoughDevicesError as error:
             raise DataError(f"no board of this site can take part: {error}") from None
         finally:
+            statuses = fleet.get_admission_statuses().items()
+            rejected = {name for name, status in statuses if status is AdmissionStatus.REJECTED}
+            self._get_run(str(header["run"])).rejected = rejected
             self._close_fleet(fleet, will_resume=False)
         raise DataError(f"no board of this site was ready within {READY_S:g} s: {self._explain_absence(header)}")
 
@@ -253,34 +304,74 @@ class SiteRounds:
         if (reply := record.load_reply()) is not None:
             log.info("%s is answered again from disk", header.get("assignment"))
             return reply
+        used = self._index.add_round(record, header)
         try:
-            return self._run_round(record, header, body, task, on_alive)
+            return self._run_round(record, header, body, task, on_alive, used)
         except JournalError as error:
             # The boards still have their answers, and upstream counts one answer to an instruction.
             log.warning("the round of %s begins anew: %s", header.get("assignment"), error)
             shutil.rmtree(record.path / JOURNAL_FOLDER)
-            return self._run_round(record, header, body, task, on_alive)
+            return self._run_round(record, header, body, task, on_alive, used)
+        finally:
+            with self._lock:
+                self._recalled = deque(
+                    (name for name in self._recalled if name != header.get("assignment")), maxlen=MAX_KEPT_NAMES
+                )
+            self._remove_old_rounds(record)
 
     def _run_round(
-        self, record: RoundRecord, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive
+        self,
+        record: RoundRecord,
+        header: Json,
+        body: bytes,
+        task: SiteTask,
+        on_alive: OnAlive,
+        used: Mapping[str, Sequence[str]],
     ) -> tuple[Json, bytes]:
-        used = _list_used(self._folder, header)
+        run = self._get_run(str(header["run"]))
+        run.guard.shapes = task.spec
         fleet = self._open_fleet(header, task, body)
         is_done = False
         try:
             with WalJournal(record.path / JOURNAL_FOLDER, lambda content: decode_body(content, task.spec)) as wal:
-                site_round = _SiteRound(header=header, task=task, record=record, fleet=fleet, wal=wal, used=used)
+                site_round = _SiteRound(
+                    header=header,
+                    task=task,
+                    record=record,
+                    fleet=fleet,
+                    wal=wal,
+                    used=used,
+                    run=run,
+                    record_event=self._record_event,
+                )
                 site_round.resume(self._registry)
                 if not site_round.assigned:
                     self._wait_for_boards(fleet, header, on_alive)
-                site_round.collect(self._clock, on_alive)
+                site_round.collect(self._clock, on_alive, lambda: self._is_recalled(header))
                 is_done = True
                 reply, shares = site_round.make_reply(), site_round.list_used()
-            record.save_reply(reply, shares)
+            self._save_reply(record, reply, shares)
         finally:
             self._close_fleet(fleet, will_resume=not is_done)
-        self._remove_old_rounds()
         return reply
+
+    def _save_reply(self, record: RoundRecord, reply: tuple[Json, bytes], shares: Mapping[str, str]) -> None:
+        """Writes an answer; where that fails the journal stays, from which it can be made again."""
+        try:
+            record.save_reply(reply, shares)
+        except StoreError as error:
+            log.warning("the answer goes upstream, and is kept here only in the round's journal: %s", error)
+            self._index.unsaved[record.path.name] = dict(shares)
+
+    def _is_recalled(self, header: Json) -> bool:
+        with self._lock:
+            return str(header.get("assignment")) in self._recalled
+
+    def _get_run(self, run_id: str) -> _SiteRun:
+        run = self._runs[run_id] = self._runs.pop(run_id, _SiteRun())
+        for name in [*self._runs][:-MAX_KEPT_RUNS]:
+            self._runs.pop(name, None)
+        return run
 
     def evaluate(self, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive) -> tuple[Json, bytes]:
         """Returns the site's evaluation of a model: header entries, and the sums of the task's metrics.
@@ -294,7 +385,7 @@ class SiteRounds:
         is_done = False
         try:
             self._wait_for_boards(fleet, header, on_alive)
-            boards = _list_idle(fleet)
+            boards = _list_idle(fleet, self._get_run(str(header["run"])).excluded)
             instructions = [
                 EvaluateInstruction(
                     assignment_id=f"{identity}-{number}", device_id=board, version=version, round=version
@@ -304,7 +395,8 @@ class SiteRounds:
             fleet.dispatch(instructions, _SentModel(version))
             pending = {instruction.assignment_id for instruction in instructions}
             results: list[EvaluateResult] = []
-            while pending:
+            until_s = self._clock() + EVALUATION_S
+            while pending and self._clock() < until_s:
                 on_alive()
                 for event in fleet.wait(self._clock() + POLL_S):
                     if isinstance(event, EvaluateResult | InstructionFailed):
@@ -314,16 +406,19 @@ class SiteRounds:
             is_done = True
         finally:
             self._close_fleet(fleet, will_resume=not is_done)
-        return combine_evaluations(results, task.metrics)
+        return combine_evaluations(results, task.metrics, self._record_event)
 
     def _open_fleet(
         self, header: Json, task: SiteTask, body: bytes, requirements: AdmissionRequirements | None = None
     ) -> LiveFleet:
-        run_id = str(header["run"])
+        run_id, limits = str(header["run"]), get_site_limits(header)
         run = RunSpec(
             run_id=run_id,
             task=str(header["task"]),
-            header={name: value for name, value in header.items() if name not in _OF_ONE_MESSAGE},
+            header={
+                **{name: value for name, value in header.items() if name not in _OF_ONE_MESSAGE},
+                SITE_LIMITS_KEY: limits.to_json(),
+            },
             groups=(),
             names=(),
             join_at_start=False,
@@ -331,7 +426,7 @@ class SiteRounds:
             decode=lambda content: decode_body(content, task.spec),
             metrics=task.metrics,
             needs_torch=task.needs_torch,
-            max_weight_ratio=0.0,  # upstream bounds what the site weighs
+            max_weight_ratio=limits.max_weight_ratio,
         )
         fleet = LiveFleet(
             run=run,
@@ -369,17 +464,21 @@ class SiteRounds:
         return boards
 
     def _wait_for_boards(self, fleet: LiveFleet, header: Json, on_alive: OnAlive) -> None:
-        """Returns when all boards with a shard are there; after a start of the gateway it waits for them a while.
+        """Returns when a board with a shard is there; after a start of the gateway it waits a while for all.
 
         Raises:
             DataError: none is there.
         """
-        names, until_s = {info.device_id for info in self._require_boards(str(header["task"]))}, self._clock()
-        until_s = max(until_s + POLL_S, self._started_s + REJOIN_S)
-        while self._clock() < until_s and not names <= set(_list_idle(fleet)):
+        excluded, now_s = self._get_run(str(header["run"])).excluded, self._clock()
+        names = {info.device_id for info in self._require_boards(str(header["task"]))} - excluded
+        rejoin_s, until_s = self._started_s + REJOIN_S, max(now_s + POLL_S, self._started_s + REJOIN_S)
+        while self._clock() < until_s and not self._is_recalled(header):
+            idle = set(_list_idle(fleet, excluded))
+            if names <= idle or (idle and self._clock() >= rejoin_s):
+                break
             on_alive()
             fleet.wait(self._clock() + POLL_S / 4)
-        if not _list_idle(fleet):
+        if not _list_idle(fleet, excluded):
             raise DataError(f"no board of this site is there: {self._explain_absence(header)}")
 
     def _explain_absence(self, header: Json) -> str:
@@ -390,10 +489,22 @@ class SiteRounds:
         ]
         return "; ".join(reasons[:5]) or "it has none"
 
-    def _remove_old_rounds(self) -> None:
-        folders = sorted((path for path in self._folder.iterdir() if path.is_dir()), key=_read_age_ns)
-        for path in folders[:-MAX_KEPT_ROUNDS]:
+    def _remove_old_rounds(self, present: RoundRecord) -> None:
+        order = {name: number for number, name in enumerate(self._index.rounds)}
+        folders = [path for path in self._folder.iterdir() if path.is_dir() and path != present.path]
+        folders.sort(key=lambda path: order.get(path.name, -1))
+        for path in folders[: -(MAX_KEPT_ROUNDS - 1)]:
             shutil.rmtree(path, ignore_errors=True)
+            self._index.unsaved.pop(path.name, None)
+
+
+def get_site_limits(header: Json) -> SiteLimits:
+    """Returns the limits of a run at this level; its deadline is a little before that of upstream."""
+    limits = SiteLimits.parse(header.get(SITE_LIMITS_KEY))
+    if limits.deadline_s is None:
+        return limits
+    margin_s = min(MAX_MARGIN_S, MARGIN_SHARE * limits.deadline_s)
+    return replace(limits, deadline_s=limits.deadline_s - margin_s)
 
 
 def compute_identity(header: Json) -> str:
@@ -444,6 +555,71 @@ class RoundRecord:
         shutil.rmtree(self.path / JOURNAL_FOLDER, ignore_errors=True)
 
 
+@dataclass(slots=True, kw_only=True)
+class RoundIndex:
+    """Durable index of a site's rounds: their order, and by run the boards' newest updates that upstream has used.
+
+    A board that was away for long has to be told of its own newest two; the answers that they are in are gone then.
+
+    Attributes:
+        folder: of the rounds.
+        rounds: names of their folders, the newest last.
+        runs: by run, the newest last: `seen`, folders of used answers, and `boards`, the assignments by board.
+        unsaved: by folder, what would be in an answer that could not be written.
+    """
+
+    folder: Path
+    rounds: list[str] = field(default_factory=list)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unsaved: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> RoundIndex:
+        path = folder / INDEX_FILE
+        try:
+            content = parse_json(path.read_text())
+            runs = {
+                str(run): {
+                    "seen": [str(name) for name in row["seen"]],
+                    "boards": {str(board): [str(own) for own in names] for board, names in row["boards"].items()},
+                }
+                for run, row in content["runs"].items()
+            }
+            return cls(folder=folder, rounds=[str(name) for name in content["rounds"]], runs=runs)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s is damaged and begins anew: %s", path, error)
+        return cls(folder=folder)
+
+    def add_round(self, record: RoundRecord, header: Json) -> dict[str, list[str]]:
+        """Adds a round, durably; returns by board its newest assignments whose updates upstream has used.
+
+        Raises:
+            StoreError: the index cannot be written.
+        """
+        run_id = str(header["run"])
+        row = self.runs[run_id] = self.runs.pop(run_id, {"seen": [], "boards": {}})
+        for assignment in header.get("used_assignments", ()):
+            for path in self.folder.glob(f"{_hash_name(str(assignment))}-*"):
+                self._add_used(row, path)
+        self.rounds = [*(name for name in self.rounds if name != record.path.name), record.path.name]
+        self.rounds, row["seen"] = self.rounds[-MAX_KEPT_NAMES:], row["seen"][-MAX_KEPT_NAMES:]
+        self.runs = dict([*self.runs.items()][-MAX_KEPT_RUNS:])
+        content = {"v": 1, "rounds": self.rounds, "runs": self.runs}
+        write_atomic(self.folder / INDEX_FILE, json.dumps(content).encode())
+        return {board: list(names) for board, names in row["boards"].items()}
+
+    def _add_used(self, row: dict[str, Any], path: Path) -> None:
+        loaded = None if path.name in row["seen"] else _load_reply(path / REPLY_FILE)
+        shares = self.unsaved.get(path.name) if loaded is None else loaded[0][_USED]
+        if path.name in row["seen"] or shares is None:
+            return
+        row["seen"].append(path.name)
+        for board, own in shares.items():
+            row["boards"][board] = [*row["boards"].get(board, ()), own][-MAX_PENDING:]
+
+
 _NOT_IN_PATTERNS = frozenset("*?[];=| ")
 """What means something in a codec line; a tensor with such a name is sent dense."""
 _USED = "used"
@@ -460,6 +636,8 @@ class _SiteRound:
     fleet: LiveFleet
     wal: WalJournal
     used: Mapping[str, Sequence[str]]
+    run: _SiteRun
+    record_event: RecordEvent
     assigned: dict[str, TrainInstruction] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
     _updates: dict[str, Update] = field(default_factory=dict)
@@ -467,12 +645,10 @@ class _SiteRound:
     _mean: StreamingMean = field(default_factory=lambda: StreamingMean(precision="float64"))
     _like: dict[str, Array] = field(init=False)
     _nonzero: dict[str, Array] = field(default_factory=dict)
-    _guard: UpdateGuard = field(init=False)
     _is_dense: bool = False
 
     def __post_init__(self) -> None:
         self._like = {spec.name: np.broadcast_to(np.zeros((), spec.dtype), spec.shape) for spec in self.task.spec}
-        self._guard = UpdateGuard(shapes=self.task.spec)
 
     def resume(self, registry: DeviceRegistry) -> None:
         """Takes up what the journal has of the round; boards whose update it lacks are asked for it."""
@@ -485,6 +661,8 @@ class _SiteRound:
         if not remaining:
             return
         state = FleetState(limits=ClaimLimits(task=str(self.header["task"])))
+        for instruction in self.assigned.values():  # what a board weighs depends on all that were asked
+            state.claim_limits.record_order(instruction.device_id, registry.get_device(instruction.device_id))
         for instruction in remaining:
             state.update_device(instruction.device_id, registry.get_device(instruction.device_id))
             state.assign(instruction)
@@ -494,20 +672,43 @@ class _SiteRound:
         in_flight = [replace(each, dispatched_s=view.now_s) for each in state.in_flight.values()]
         self.fleet.resume_in_flight(in_flight, _SentModel(int(self.header["version"])))
 
-    def collect(self, clock: Callable[[], float], on_alive: OnAlive) -> None:
-        """Returns when every board has answered, or is lost."""
+    def collect(
+        self, clock: Callable[[], float], on_alive: OnAlive, is_recalled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Returns when every board has answered, or is lost, or has had its time."""
         if not self.assigned:
             self._assign()
+        times = _RoundTimes(started_s=clock(), deadline_s=get_site_limits(self.header).deadline_s)
         while len(self._done) < len(self.assigned):
             on_alive()
             events = self.fleet.wait(clock() + POLL_S)
-            if any(isinstance(event, StopRequested) for event in events):
-                self._finish_early()
             results = [self._check(event) for event in events if isinstance(event, Update | InstructionFailed)]
+            has_half = 2 * len(self._updates) >= len(self.assigned)
+            if not results and (reason := times.find_reason_to_end(clock(), has_half=has_half)):
+                results = self._give_up(reason)
             journaled = self.wal.record_events(results)
             self.wal.commit()
             for event in journaled:
                 self._apply(event)
+            if times.recalled_s is None and is_recalled():
+                times.recalled_s = clock()
+                self._finish_early()
+            times.newest_s = clock() if any(isinstance(event, Update) for event in results) else times.newest_s
+
+    def _list_pending(self) -> list[TrainInstruction]:
+        return [each for key, each in self.assigned.items() if key not in self._done]
+
+    def _give_up(self, reason: str) -> list[Event]:
+        """Returns the failures of the boards that have not answered."""
+        return [
+            InstructionFailed(
+                device_id=each.device_id,
+                assignment_id=each.assignment_id,
+                outcome=UpdateStatus.LOST,
+                reason=reason,
+            )
+            for each in self._list_pending()
+        ]
 
     def make_reply(self) -> tuple[Json, bytes]:
         """Returns the answer to the coordinator upstream.
@@ -549,7 +750,7 @@ class _SiteRound:
                 codec=str(self.header.get("codec", "dense")),
                 used_assignments=tuple(self.used.get(board, ())),
             )
-            for number, board in enumerate(_list_idle(self.fleet))
+            for number, board in enumerate(_list_idle(self.fleet, self.run.excluded))
         ]
         self.wal.record_decision(Decision(instructions=tuple(instructions)))
         self.wal.commit()
@@ -563,17 +764,18 @@ class _SiteRound:
             self._mean.expected.append(instruction.assignment_id)
 
     def _finish_early(self) -> None:
-        pending = [each for key, each in self.assigned.items() if key not in self._done]
         orders = [
-            FinishEarlyInstruction(assignment_id=each.assignment_id, device_id=each.device_id) for each in pending
+            FinishEarlyInstruction(assignment_id=each.assignment_id, device_id=each.device_id)
+            for each in self._list_pending()
         ]
         self.fleet.dispatch(orders, _SentModel(int(self.header["version"])))
 
     def _check(self, event: Update | InstructionFailed) -> Event:
         """Returns an event; in place of an update that cannot be one, its failure."""
-        if isinstance(event, InstructionFailed) or (reason := self._guard.rejection_reason(event)) is None:
+        if isinstance(event, InstructionFailed) or (reason := self.run.guard.rejection_reason(event)) is None:
             return event
         log.warning("the update of %s is refused: %s", event.device_id, reason)
+        self.record_event(REJECTED_EVENT_KIND, event.device_id, f"its update is refused: {reason}")
         return InstructionFailed(
             device_id=event.device_id,
             assignment_id=event.assignment_id,
@@ -618,6 +820,27 @@ class _SiteRound:
         for spec in floats:
             entries = self._nonzero.setdefault(spec.name, np.zeros(spec.size, bool))
             _mark_entries(entries, tensors[spec.name])
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoundTimes:
+    """When a round began, was recalled, and got its newest update; seconds of the gateway's clock."""
+
+    started_s: float
+    deadline_s: float | None
+    recalled_s: float | None = None
+    newest_s: float | None = None
+
+    def find_reason_to_end(self, now_s: float, *, has_half: bool) -> str:
+        """Returns why the round ends without the boards that are missing; empty while it goes on."""
+        if self.recalled_s is not None and now_s >= self.recalled_s + EARLY_S:
+            return f"not back within {EARLY_S:g} s of the request to finish early"
+        limit_s = self.deadline_s
+        if limit_s is None and has_half:
+            limit_s = max(PATIENCE_S, PATIENCE_RATIO * ((self.newest_s or self.started_s) - self.started_s))
+        if limit_s is not None and now_s >= self.started_s + limit_s:
+            return f"not back within {limit_s:g} s"
+        return ""
 
 
 def _list_shares(updates: Sequence[Update]) -> list[Json]:
@@ -673,42 +896,59 @@ def _combine_metrics(updates: Sequence[Update], plan: TrainConfig) -> Json:
     }
 
 
-def combine_evaluations(results: Sequence[EvaluateResult], metrics: MetricSet) -> tuple[Json, bytes]:
-    """Returns the evaluation of all examples that these are of.
+def combine_evaluations(
+    results: Sequence[EvaluateResult],
+    metrics: MetricSet,
+    record_event: RecordEvent = lambda _kind, _device, _message: None,
+) -> tuple[Json, bytes]:
+    """Returns the evaluation of all examples that these are of, without boards whose sums no device can have.
 
     Raises:
         DataError: there is none.
     """
-    if not results:
+    kept, sums = _add_evaluations(results, metrics, record_event)
+    if not kept:
         raise DataError("no board of this site has evaluated the model")
-    total = sum(result.num_examples for result in results)
-    accuracies = [result.accuracy for result in results if result.accuracy is not None]
+    total = sum(result.num_examples for result in kept)
+    accuracies = [result.accuracy for result in kept if result.accuracy is not None]
     accuracy = None
-    if len(accuracies) == len(results):
-        weighted = [result.num_examples * found for result, found in zip(results, accuracies, strict=True)]
+    if len(accuracies) == len(kept):
+        weighted = [result.num_examples * found for result, found in zip(kept, accuracies, strict=True)]
         accuracy = sum(weighted) / total
-    loss = sum(result.num_examples * result.loss for result in results) / total
+    loss = sum(result.num_examples * result.loss for result in kept) / total
     figures = {"num_examples": total, "loss": loss, "accuracy": accuracy}
-    return {"metrics": figures}, metrics.add([result.sums for result in results])
+    return {"metrics": figures}, sums
 
 
-def _list_idle(fleet: LiveFleet) -> list[str]:
-    return list(fleet.view().idle)[:MAX_SITE_BOARDS]
+def _add_evaluations(
+    results: Sequence[EvaluateResult], metrics: MetricSet, record_event: RecordEvent
+) -> tuple[list[EvaluateResult], bytes]:
+    """Returns the evaluations that add up, and their sums: the largest come last, so that a false one is left out."""
+
+    def measure(result: EvaluateResult) -> float:
+        sums = metrics.decode(result.sums) if result.sums else {}
+        arrays = [array for each in sums.values() for array in each.values()]
+        return max((float(np.abs(array.astype(np.float64)).max(initial=0)) for array in arrays), default=0.0)
+
+    kept: list[EvaluateResult] = []
+    total = b""
+    for result in sorted(results, key=lambda each: (measure(each), each.device_id)):
+        try:
+            total = metrics.add([total, result.sums] if kept else [result.sums])
+        except (ValueError, TaskError) as error:
+            log.warning("the evaluation of %s is left out: %s", result.device_id, error)
+            record_event(REJECTED_EVENT_KIND, result.device_id, f"its evaluation is left out: {error}")
+        else:
+            kept.append(result)
+    return kept, total
+
+
+def _list_idle(fleet: LiveFleet, excluded: frozenset[str]) -> list[str]:
+    return [name for name in fleet.view().idle if name not in excluded][:MAX_SITE_BOARDS]
 
 
 def _hash_name(assignment: str) -> str:
     return hashlib.sha256(assignment.encode()).hexdigest()[:24]
-
-
-def _list_used(folder: Path, header: Json) -> dict[str, list[str]]:
-    """Returns by board which of its assignments went into answers that the coordinator upstream has used."""
-    used: dict[str, list[str]] = {}
-    for assignment in header.get("used_assignments", ()):
-        for path in folder.glob(f"{_hash_name(str(assignment))}-*"):
-            loaded = _load_reply(path / REPLY_FILE)
-            for board, own in (loaded[0][_USED] if loaded is not None else {}).items():
-                used.setdefault(board, []).append(own)
-    return used
 
 
 def _load_reply(path: Path) -> tuple[Json, bytes] | None:
@@ -726,10 +966,3 @@ def _load_reply(path: Path) -> tuple[Json, bytes] | None:
         log.warning("%s is damaged; the round goes on without it", path)
         return None
     return header, body
-
-
-def _read_age_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -1,6 +1,7 @@
 """Rounds of a site: the answer of a gateway is the mean over its boards, whatever happens to it or to them."""
 
 import itertools
+import os
 import threading
 import time
 
@@ -9,14 +10,31 @@ import pytest
 from small_fleet import SmallFleet
 
 from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
-from edgefl.coordinator.execution.site_rounds import MAX_KEPT_ROUNDS, SiteRounds
+from edgefl.coordinator.execution.site_rounds import (
+    EARLY_S,
+    MAX_KEPT_ROUNDS,
+    PATIENCE_S,
+    RoundRecord,
+    SiteRounds,
+    combine_evaluations,
+)
 from edgefl.coordinator.flower.messages import Reply
-from edgefl.core.errors import DataError
-from edgefl.core.metrics import NO_METRICS
+from edgefl.core.errors import DataError, StoreFullError
+from edgefl.core.metrics import MAX_SUM, NO_METRICS, MetricSet
 from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.core.sites import SITE_KEY, SiteTask
-from edgefl.core.types import SparseTensor, TensorSpec, TrainConfig, Update, UpdateMetrics, derive_rng
+from edgefl.core.types import (
+    EvaluateResult,
+    SparseTensor,
+    TensorSpec,
+    TrainConfig,
+    Update,
+    UpdateMetrics,
+    derive_rng,
+)
+from edgefl.storage.store import REJECTED_EVENT_KIND
 from edgefl.strategies.aggregation import StreamingMean
 
 SPEC = (
@@ -58,6 +76,7 @@ class SomeBoards:
         self.asked, self.silent, self.told = [], set(), []
         self.registry, self._number, self._beats = None, itertools.count(1), itertools.count(1)
         self.codec, self.on_asked = "dense", lambda _name: None
+        self.jumped_s, self.events = 0.0, []
         self.restart()
 
     def restart(self):
@@ -72,8 +91,12 @@ class SomeBoards:
             registry=self.registry,
             notifier=self,
             open_transport=lambda: self,
-            clock=time.monotonic,
+            clock=self.read_clock,
+            record_event=lambda *event: self.events.append(event),
         )
+
+    def read_clock(self):
+        return time.monotonic() + self.jumped_s
 
     def say(self, name, state):
         self.registry.record_status(name, StatusMessage(state=state, boot_id="boot-1", session_no=1, will=False))
@@ -323,4 +346,202 @@ def test_the_answers_of_old_rounds_are_not_kept(tmp_path):
     boards = SomeBoards(tmp_path, "pi-1")
     for number in range(MAX_KEPT_ROUNDS + 3):
         boards.run(make_header(f"{RUN}/v{number}", version=number))
-    assert len([*(tmp_path / "rounds").iterdir()]) == MAX_KEPT_ROUNDS
+    assert len([path for path in (tmp_path / "rounds").iterdir() if path.is_dir()]) == MAX_KEPT_ROUNDS
+
+
+def wait_for_rejoin(boards):
+    """The gateway's start is long ago."""
+    boards.jumped_s += 100
+
+
+def test_a_board_that_was_away_for_long_hears_which_of_its_updates_was_used_last(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    wait_for_rejoin(boards)
+    feedback, applied, asked = ErrorFeedback(make_codec("ef|topk:0.1", SPEC)), {}, np.zeros(SPEC[0].shape)
+
+    def run(number, *used):
+        boards.asked.clear()
+        names = [f"{RUN}/v{each}" for each in used]
+        boards.run(make_header(f"{RUN}/v{number}", version=number, used_assignments=names))
+        own = {name: header for name, _, header, _ in boards.asked}.get("pi-2")
+        if own is not None:
+            feedback.record_used(own["used_assignments"])
+            body = feedback.encode(own["assignment"], MOVES["pi-2"], derive_rng(0))
+            applied[own["assignment"]] = make_codec("ef|topk:0.1", SPEC).decode(body)["w"].dense()
+            asked[...] += MOVES["pi-2"]["w"]
+        return own
+
+    first = run(1)["assignment"]
+    boards.say("pi-2", "offline")
+    for number in (2, 3, 4):
+        run(number, *range(max(1, number - 2), number))
+    boards.say("pi-2", "online")
+    boards.restart()
+    wait_for_rejoin(boards)
+    assert run(5, 3, 4)["used_assignments"] == [first]
+    second = run(6, 4, 5)["used_assignments"]
+    assert second[0] == first
+    assert len(second) == 2
+    residual = feedback.state()["residual/w"]
+    np.testing.assert_allclose(sum(applied.values()) + residual, asked, atol=1e-5)
+
+
+def test_a_board_that_never_answers_is_given_up_after_a_request_to_finish_early(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    boards.silent.add("pi-2")
+
+    def finish(name):
+        if name == "pi-2":
+            boards.rounds.finish_early(f"{RUN}/v3-a1-site")
+            threading.Timer(2.0, jump).start()
+
+    def jump():
+        boards.jumped_s += EARLY_S
+
+    boards.on_asked = finish
+    header, _ = boards.run()
+    assert header["metrics"]["num_examples"] == 31
+    assert ("pi-2", "finish-early") in [told[:2] for told in boards.told]
+
+
+@pytest.mark.parametrize(("limits", "passed_s"), [({"deadline_s": 100.0}, 90.0), ({}, PATIENCE_S)])
+def test_a_board_that_never_answers_is_given_up_in_time(tmp_path, limits, passed_s):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    boards.silent.add("pi-2")
+
+    def jump():
+        boards.jumped_s += passed_s
+
+    boards.on_asked = lambda name: threading.Timer(1.0, jump).start() if name == "pi-2" else None
+    header, _ = boards.run(make_header(site_limits=limits))
+    assert header["metrics"]["num_examples"] == 31
+
+
+def test_a_request_to_finish_early_counts_while_the_round_waits_for_boards(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    boards.say("pi-2", "offline")
+    boards.silent.add("pi-1")
+    threading.Timer(0.3, lambda: boards.rounds.finish_early(f"{RUN}/v3-a1-site")).start()
+
+    def on_command(_device_id, command):
+        if str(command.kind) == "finish-early":
+            boards.answer("pi-1", boards.asked[-1][2], iterations=1)
+
+    boards.send_command = on_command
+    header, _ = boards.run()
+    assert header["metrics"]["num_examples"] == 31
+
+
+def test_one_board_of_very_many_examples_is_not_its_site(tmp_path, monkeypatch):
+    monkeypatch.setitem(EXAMPLES, "pi-2", 2**40)
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2", "pi-3")
+    header, _ = boards.run(make_header(site_limits={"max_weight_ratio": 2.0}))
+    assert header["metrics"]["num_examples"] == 31 + 74 + 37
+    assert header["metrics"][SITE_KEY][1]["num_examples"] == 74
+    unbounded = make_header(f"{RUN}/v4", version=4, site_limits={"max_weight_ratio": 0.0})
+    assert boards.run(unbounded)[0]["metrics"]["num_examples"] == 31 + 2**40 + 37
+
+
+def test_a_round_does_not_wait_for_a_board_that_is_offline(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    boards.say("pi-2", "offline")
+    wait_for_rejoin(boards)
+    started_s = time.monotonic()
+    boards.run()
+    assert time.monotonic() - started_s < 0.9
+
+
+def test_an_answer_that_cannot_be_written_is_sent_all_the_same(tmp_path, monkeypatch):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+
+    def fail(*_):
+        raise StoreFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundRecord, "save_reply", fail)
+        first = boards.run()
+    own = boards.asked[0][2]["assignment"]
+    boards.asked.clear()
+    assert boards.run() == first
+    assert not boards.asked
+    boards.run(make_header(f"{RUN}/v4", version=4, used_assignments=[f"{RUN}/v3-a1-site"]))
+    assert boards.asked[0][2]["used_assignments"] == [own]
+
+
+def test_the_newest_answers_are_kept_whatever_the_clock_says(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1")
+    wait_for_rejoin(boards)
+    for number in range(MAX_KEPT_ROUNDS):
+        boards.run(make_header(f"{RUN}/v{number}", version=number))
+    for path in (tmp_path / "rounds").iterdir():
+        os.utime(path, (time.time() + 1e6,) * 2)
+    for number in (97, 98, 99):
+        header = make_header(f"{RUN}/v{number}", version=number)
+        boards.run(header)
+        assert boards.rounds.load_reply(header) is not None
+    boards.say("pi-1", "offline")
+    for number in range(100, 120):
+        with pytest.raises(DataError):
+            boards.run(make_header(f"{RUN}/v{number}", version=number))
+    assert len([path for path in (tmp_path / "rounds").iterdir() if path.is_dir()]) == MAX_KEPT_ROUNDS
+
+
+def test_a_board_whose_updates_are_refused_again_and_again_is_asked_no_more(tmp_path):
+    moves = {**MOVES, "pi-2": {**MOVES["pi-2"], "b": np.array([1, np.nan, 0], np.float32)}}
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2", moves=moves)
+    wait_for_rejoin(boards)
+    for number in range(4):
+        boards.run(make_header(f"{RUN}/v{number}", version=number))
+    assert [name for name, *_ in boards.asked].count("pi-2") == 3
+    refusals = [event for event in boards.events if event[:2] == (REJECTED_EVENT_KIND, "pi-2")]
+    assert len(refusals) == 3
+    assert "quarantined" in refusals[-1][2]
+
+
+def test_a_board_that_says_it_cannot_take_part_gets_no_work_of_the_run(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    wait_for_rejoin(boards)
+    answer = boards.answer
+
+    def say_ready(name, header, message):
+        ready = {"ready": name == "pi-1", "reason": "too little memory"}
+        boards.rounds.post(
+            Reply(node_id=101 + boards.names.index(name), instruction_id=message,
+                  header={"v": 2, "run": RUN, "assignment": header["assignment"], **ready},
+                  body=b"", bytes_up=1, bytes_down=1)
+        )  # fmt: skip
+
+    boards.answer = say_ready
+    boards.rounds.check_ready(make_header(layout="x"), TASK, lambda: None)
+    boards.answer = answer
+    boards.asked.clear()
+    boards.run()
+    assert [name for name, *_ in boards.asked] == ["pi-1"]
+
+
+def test_boards_hear_of_the_end_of_a_run_upstream(tmp_path):
+    boards = SomeBoards(tmp_path, "pi-1", "pi-2")
+    boards.run()
+    assert boards.rounds.is_current(RUN)
+    boards.told.clear()
+    boards.rounds.complete_run(RUN)
+    assert not boards.rounds.is_current(RUN)
+    assert boards.told == [("pi-1", "end", RUN), ("pi-2", "end", RUN)]
+
+
+def test_sums_that_no_site_can_have_cost_one_board_its_evaluation():
+    metrics = MetricSet({"m": None}, (("m", "total", "<f8", (1,)),))
+    honest = [np.full(1, 3.0), np.full(1, 4.0)]
+    bodies = [metrics.encode({"m": {"total": each}}) for each in (np.full(1, MAX_SUM), *honest)]
+    results = [
+        EvaluateResult(
+            assignment_id=str(number), device_id=f"pi-{number}", version=1, round=1, num_examples=5, loss=1.0,
+            accuracy=None, source="device", sums=body,
+        )
+        for number, body in enumerate(bodies, 1)
+    ]  # fmt: skip
+    events = []
+    figures, body = combine_evaluations(results, metrics, lambda *event: events.append(event))
+    assert figures["metrics"]["num_examples"] == 10
+    assert metrics.decode(body)["m"]["total"].tolist() == [7.0]
+    assert [event[1] for event in events] == ["pi-1"]
