@@ -96,6 +96,11 @@ class DeviceMessageRouter:
         """Starts routing to the rounds of a gateway, too."""
         self._site = site
 
+    @property
+    def has_site(self) -> bool:
+        """Whether the boards work for a coordinator upstream."""
+        return self._site is not None
+
     def route_reply(self, item: Reply | Progress) -> None:
         """Routes a reply or progress to the active run, and to the gateway's round."""
         if self._site is not None:

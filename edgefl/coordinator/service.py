@@ -53,8 +53,10 @@ from edgefl.coordinator.runs.planning import BuildRun, RunValidator
 from edgefl.coordinator.runs.scheduler import RunContext
 from edgefl.coordinator.runs.stalls import IdleRuns, check_room
 from edgefl.coordinator.split.service import SplitRuns
-from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError, UsageError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
+from edgefl.core.types import Json
 from edgefl.storage.lineage import open_lineage
 from edgefl.storage.queries.dashboard import get_last_seen_times
 from edgefl.storage.store import Store
@@ -315,6 +317,18 @@ class Coordinator:
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would delay the server's end
 
+    def _check_no_site(self, check: Callable[[RunConfig], Json]) -> Callable[[RunConfig], Json]:
+        """Returns the check of runs, which refuses them all while these boards work for a coordinator upstream."""
+
+        def check_run(config: RunConfig) -> Json:
+            if self._router.has_site:
+                raise UsageError(
+                    "this is a site gateway, whose boards work for the coordinator upstream; submit the run there"
+                )
+            return check(config)
+
+        return check_run
+
     def _make_api_context(self, clients: DeviceClients) -> ApiContext:
         """Returns the services of the HTTPS API."""
         directory, store = self._directory, self._store
@@ -356,7 +370,7 @@ class Coordinator:
             rotation=self._rotation,
             remove_device=self._remove,
             add_supernode=self._members.add_supernode,
-            check_run=validator.check,
+            check_run=self._check_no_site(validator.check),
             plan_run=validator.plan,
             render_metrics=self._monitoring.metrics.render,
         )

@@ -7,7 +7,7 @@ import pytest
 from site_fleet import SiteFleet
 
 from edgefl.core.config import parse_run
-from edgefl.core.errors import RunFailedError
+from edgefl.core.errors import RunFailedError, UsageError
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.engine.assembly.build import build_run
 from edgefl.storage.checkpoints import load_model_file
@@ -103,16 +103,20 @@ def train_flat(boards, folder, shown):
 
 
 def check_killed_board(tools, fleet, names):
-    """A board that is killed in the middle is back in a later round, or in the same; the run goes on."""
+    """A board that is killed in the middle is back in a later round; the run goes on."""
     gate = tools.gate(fleet.root / "second-gate")
     run_id = fleet.submit(make_run(tools, gate))
     in_the_middle(tools, fleet, gate, *names)
     fleet.kill(names[0])
-    gate.open()
+    gateway = fleet.gateways[SITES[0]]
+    tools.eventually(lambda: not gateway.has_boards(), 180.0, what="the gateway misses the board")
     fleet.start_device(names[0])
+    tools.eventually(gateway.has_boards, 180.0, what="the board is back")
+    gate.open()
     fleet.wait_for_run(run_id)
     shown = list_boards(tools, fleet, run_id)
     assert all(names[1] in shown[number, SITES[0]] for number in range(1, ROUNDS + 1))
+    assert any(names[0] in shown[number, SITES[0]] for number in range(2, ROUNDS + 1)), shown
 
 
 def check_refusal(tools, fleet):
@@ -120,3 +124,5 @@ def check_refusal(tools, fleet):
     run = tools.gated_run(rounds=1, strategy={"name": "coordinate-median"})
     with pytest.raises(RunFailedError, match="it is a site gateway, which answers with the mean of its boards"):
         fleet.wait_for_run(fleet.submit(run))
+    with pytest.raises(UsageError, match="this is a site gateway, whose boards work for the coordinator upstream"):
+        fleet.gateways[SITES[0]].client().post("/edgefl/v1/runs", {"config": run.to_json()})

@@ -82,6 +82,7 @@ from edgefl.core.errors import (
     UsageError,
 )
 from edgefl.core.protocol import Command, CommandKind
+from edgefl.core.sites import SITE_KEY
 from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.engine.assembly.normalisation import SCALES_ANALYSIS
 from edgefl.engine.assembly.privacy import get_private_mean
@@ -700,11 +701,12 @@ class RunScheduler:
             raise InterruptedRunError(str(error)) from error
 
     def _send_end(self, run_id: str) -> None:
-        """Sends autonomous devices the end of a run; one that misses it stops at its limit."""
-        if not self._autonomous_marker(run_id).exists():
-            return
+        """Sends gateways, and autonomous devices, the end of a run; a device that misses it stops at its limit."""
+        is_autonomous = self._autonomous_marker(run_id).exists()
         self._autonomous_marker(run_id).unlink(missing_ok=True)
         for info in self._context.registry.list_devices():
+            if not is_autonomous and SITE_KEY not in info.capabilities:
+                continue
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._context.notifier.send_command(info.device_id, command)
 

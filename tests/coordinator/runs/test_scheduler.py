@@ -107,6 +107,21 @@ def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: 
     assert store.get_run("r").status is RunStatus.STOPPED
 
 
+def test_gateways_are_told_the_end_of_a_run_and_other_boards_are_not(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str, str]] = []
+    registry = worker._context.registry
+    for number, (name, facts) in enumerate([("pi", {}), ("site-1", {"site": {"boards": 2, "online": 2}})]):
+        registry.add(name, node_id=number + 1, role="trainer", groups=(), examples={}, facts=facts)
+    monkeypatch.setattr(
+        Bell, "send_command", lambda _self, name, command: told.append((name, str(command.kind), command.argument))
+    )
+    add_run(store)
+    worker.stop_run("r", "because")
+    assert told == [("site-1", "end", "r")]
+
+
 CONFIG = {"run": {"task": "digits", "rounds": 3}}
 RUN = parse_run(CONFIG).to_json()
 TURN = TurnStarted(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="pi-1", tasks=("digits",))})

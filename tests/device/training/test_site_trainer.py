@@ -52,6 +52,9 @@ class SomeSite:
     def finish_early(self, assignment):
         self.ended.append(assignment)
 
+    def complete_run(self, run_id):
+        self.ended.append(run_id)
+
     def stop(self):
         self.ended.append("stop")
 
@@ -158,3 +161,8 @@ def test_upstream_hears_of_the_boards_together(site, trainer):
     trainer.finish_early("run-1/v0")
     assert site.ended == ["run-1/v0"]
     assert trainer.evaluate(make_header(), b"x")[0]["metrics"] == {"num_examples": 6}
+
+
+def test_the_end_of_a_run_goes_to_the_boards(site, trainer):
+    trainer.complete_run("run-1")
+    assert site.ended == ["run-1"]
