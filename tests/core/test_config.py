@@ -152,7 +152,7 @@ NAN, INF = float("nan"), float("inf")
         (
             "zzz",
             {},
-            "unknown setting zzz: known are adapt, advice, aggregation, compression, conditions, devices, guard, job, models",
+            "unknown setting zzz: known are adapt, advice, aggregation, compression, conditions, devices, guard, job",
         ),
         ("task", {"a": [[1]]}, "task.a must be a text, a number or true/false, got [[1]]"),
         ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),

@@ -347,7 +347,7 @@ def test_the_log_names_what_is_worked_on_and_nothing_at_leisure(site):
         seen.append(site.bench.get_log_context())
         return train(header, body)
 
-    site.trainer.train = looking
+    site.bench._secure_worker._train = looking
     site.do("a")
     assert seen == [("r", "a")]
     assert site.bench.get_log_context() is None
