@@ -86,7 +86,7 @@ REPLY_FILE, JOURNAL_FOLDER, INDEX_FILE = "reply", "journal", "index.json"
 MAX_KEPT_ROUNDS = 16
 """Finished rounds whose answer is kept; the coordinator upstream asks for at most two again."""
 MAX_KEPT_RUNS, MAX_KEPT_NAMES = 16, 64
-"""Runs of which something is known, and assignments whose recall or use is."""
+"""Runs of which something is known, and assignments of which is known that they were used, or end early."""
 READY_S = 20.0
 """Longest time in which boards say whether they can take part; upstream waits 30 s for the gateway's answer."""
 ANSWER_S = 5.0
@@ -176,7 +176,7 @@ class SiteRounds:
         self._run_id = ""
         self._assignment = ""
         self._is_stopping = False
-        self._recalled: deque[str] = deque(maxlen=MAX_KEPT_NAMES)
+        self._early: deque[str] = deque(maxlen=MAX_KEPT_NAMES)
         self._runs: dict[str, _SiteRun] = {}
         self._lock = threading.Lock()
         make_private_directory(folder)
@@ -204,7 +204,7 @@ class SiteRounds:
     def finish_early(self, assignment: str) -> None:
         """Asks the boards to send what they have of an instruction."""
         with self._lock:
-            self._recalled.append(assignment)
+            self._early.append(assignment)
             if self._fleet is not None and assignment == self._assignment:
                 self._fleet.post(StopRequested(reason="the coordinator upstream wants the answer now"))
 
@@ -314,8 +314,8 @@ class SiteRounds:
             return self._run_round(record, header, body, task, on_alive, used)
         finally:
             with self._lock:
-                self._recalled = deque(
-                    (name for name in self._recalled if name != header.get("assignment")), maxlen=MAX_KEPT_NAMES
+                self._early = deque(
+                    (name for name in self._early if name != header.get("assignment")), maxlen=MAX_KEPT_NAMES
                 )
             self._remove_old_rounds(record)
 
@@ -347,7 +347,7 @@ class SiteRounds:
                 site_round.resume(self._registry)
                 if not site_round.assigned:
                     self._wait_for_boards(fleet, header, on_alive)
-                site_round.collect(self._clock, on_alive, lambda: self._is_recalled(header))
+                site_round.collect(self._clock, on_alive, lambda: self._ends_early(header))
                 is_done = True
                 reply, shares = site_round.make_reply(), site_round.list_used()
             self._save_reply(record, reply, shares)
@@ -363,9 +363,9 @@ class SiteRounds:
             log.warning("the answer goes upstream, and is kept here only in the round's journal: %s", error)
             self._index.unsaved[record.path.name] = dict(shares)
 
-    def _is_recalled(self, header: Json) -> bool:
+    def _ends_early(self, header: Json) -> bool:
         with self._lock:
-            return str(header.get("assignment")) in self._recalled
+            return str(header.get("assignment")) in self._early
 
     def _get_run(self, run_id: str) -> _SiteRun:
         run = self._runs[run_id] = self._runs.pop(run_id, _SiteRun())
@@ -472,7 +472,7 @@ class SiteRounds:
         excluded, now_s = self._get_run(str(header["run"])).excluded, self._clock()
         names = {info.device_id for info in self._require_boards(str(header["task"]))} - excluded
         rejoin_s, until_s = self._started_s + REJOIN_S, max(now_s + POLL_S, self._started_s + REJOIN_S)
-        while self._clock() < until_s and not self._is_recalled(header):
+        while self._clock() < until_s and not self._ends_early(header):
             idle = set(_list_idle(fleet, excluded))
             if names <= idle or (idle and self._clock() >= rejoin_s):
                 break
@@ -673,7 +673,7 @@ class _SiteRound:
         self.fleet.resume_in_flight(in_flight, _SentModel(int(self.header["version"])))
 
     def collect(
-        self, clock: Callable[[], float], on_alive: OnAlive, is_recalled: Callable[[], bool] = lambda: False
+        self, clock: Callable[[], float], on_alive: OnAlive, ends_early: Callable[[], bool] = lambda: False
     ) -> None:
         """Returns when every board has answered, or is lost, or has had its time."""
         if not self.assigned:
@@ -690,8 +690,8 @@ class _SiteRound:
             self.wal.commit()
             for event in journaled:
                 self._apply(event)
-            if times.recalled_s is None and is_recalled():
-                times.recalled_s = clock()
+            if times.early_s is None and ends_early():
+                times.early_s = clock()
                 self._finish_early()
             times.newest_s = clock() if any(isinstance(event, Update) for event in results) else times.newest_s
 
@@ -824,16 +824,16 @@ class _SiteRound:
 
 @dataclass(slots=True, kw_only=True)
 class _RoundTimes:
-    """When a round began, was recalled, and got its newest update; seconds of the gateway's clock."""
+    """When a round began, was asked to end early, and got its newest update; seconds of the gateway's clock."""
 
     started_s: float
     deadline_s: float | None
-    recalled_s: float | None = None
+    early_s: float | None = None
     newest_s: float | None = None
 
     def find_reason_to_end(self, now_s: float, *, has_half: bool) -> str:
         """Returns why the round ends without the boards that are missing; empty while it goes on."""
-        if self.recalled_s is not None and now_s >= self.recalled_s + EARLY_S:
+        if self.early_s is not None and now_s >= self.early_s + EARLY_S:
             return f"not back within {EARLY_S:g} s of the request to finish early"
         limit_s = self.deadline_s
         if limit_s is None and has_half:
