@@ -14,8 +14,10 @@ from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.site_rounds import (
     EARLY_S,
+    INDEX_FILE,
     MAX_KEPT_ROUNDS,
     PATIENCE_S,
+    RoundIndex,
     RoundRecord,
     SiteRounds,
     combine_evaluations,
@@ -265,6 +267,19 @@ def test_a_damaged_answer_is_made_anew(tmp_path):
     first = boards.run()
     (path,) = (tmp_path / "rounds").rglob("reply")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert boards.run() == first
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[]", b'{"rounds": 3, "runs": {}}', b'{"rounds": [], "runs": {"r": {"seen": []}}}']
+)
+def test_a_damaged_index_is_made_anew_and_the_round_goes_on(tmp_path, content):
+    boards = SomeBoards(tmp_path, "pi-1")
+    first = boards.run()
+    (path,) = (tmp_path / "rounds").rglob(INDEX_FILE)
+    path.write_bytes(content)
+    index = RoundIndex.load(path.parent)
+    assert (index.rounds, index.runs) == ([], {})
     assert boards.run() == first
 
 
