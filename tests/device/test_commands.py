@@ -104,6 +104,7 @@ class Site:
         self.faults = {}
         self.drift = {}
         self.trainer = SimpleNamespace(
+            site_facts={},
             current=None,
             compute_shard_fingerprint=lambda: self.stamps,
             list_blocks=dict,
