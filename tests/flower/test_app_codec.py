@@ -195,7 +195,7 @@ def test_a_pattern_that_matches_no_array_of_the_first_message_with_any_ends_the_
     grid = ProcessGrid(answers, sink, 1, codec="dense; wid = int8")
     grid.push_messages([Message(RecordDict({"m": MetricRecord({"a": 1.0})}), 2, "train")])
     num_sent = len(sink.getvalue())
-    line = r"compression.layers: no tensor of the task matches the pattern 'wid'; .*; nearest: 'wide'"
+    line = r"compression.layers: .*no tensor of the task matches the pattern 'wid'; .*; nearest: 'wide', 'w'"
     with pytest.raises(ConfigError, match=line):
         grid.push_messages([Message(make_message(), 2, "train")])
     assert len(sink.getvalue()) == num_sent
