@@ -172,9 +172,10 @@ def simulate_with_data(
     Raises:
         EdgeflError: the run file is invalid, or the run failed.
     """
-    make_private_directory(folder)
-    with closing(_Simulation(config, data, make_trainer)) as simulation, Store.open(folder / DATABASE_NAME) as store:
-        return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
+    with closing(_Simulation(config, data, make_trainer)) as simulation:
+        make_private_directory(folder)
+        with Store.open(folder / DATABASE_NAME) as store:
+            return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
 
 
 def prepare_simulation(
