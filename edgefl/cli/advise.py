@@ -13,9 +13,10 @@ import click
 from edgefl.cli.experiments import (
     apply_options,
     check_options,
+    data_options,
     list_shards,
+    profile_option,
     silence_recorder,
-    test_option,
     use_one_thread,
 )
 from edgefl.cli.output import JSON_VERSION, FullHelpGroup, echo, format_option, print_json, print_rows
@@ -87,19 +88,8 @@ def _parse_budgets(
     "--measured", is_flag=True, help="For the boards of the fleet, as its history measured them; see --url and --dir."
 )
 @click.option("--devices", type=click.IntRange(1, 10_000), help="How many boards [default: the run file's].")
-@click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    metavar="NAME[:COUNT]|FILE.toml",
-    help="Kind of board; may be repeated, and is given round and round.",
-)
-@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data to train on; digits needs none.")
-@click.option(
-    "--shards", multiple=True, type=click.Path(path_type=Path), help="Data of your own in place of a cut data set."
-)
-@click.option("--scheme", help="How the data is cut, as of `edgefl simulate`.")
-@test_option
+@profile_option
+@data_options
 @click.option("--seconds", type=NumberRange(1, 86_400), default=60, show_default=True, help="That it may take.")
 @click.option(
     "--jobs", "num_jobs", type=click.IntRange(1, 256), help="Simulations side by side [default: one for each core]."

@@ -11,14 +11,15 @@ import click
 from edgefl.cli.experiments import (
     apply_options,
     check_options,
+    data_options,
+    history_option,
     list_shards,
     silence_recorder,
-    test_option,
     use_one_thread,
 )
 from edgefl.cli.output import FullHelpGroup, format_option, print_rows
 from edgefl.cli.run import RunProgressBar
-from edgefl.cli.sources import FOLDER_TYPE, NumberRange, allow_module_option
+from edgefl.cli.sources import NumberRange, allow_module_option
 from edgefl.core.errors import UnsoundError
 
 if TYPE_CHECKING:
@@ -63,28 +64,9 @@ def command() -> None:
     type=click.IntRange(1, 1_000_000),
     help="How many devices, beside canaries [default: the run file's].",
 )
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Folder of the data set, or the path that a task of your own reads; digits needs none.",
-)
-@click.option(
-    "--shards",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Data of your own in place of a cut data set: an entry of a folder, or a file, is one device's; repeatable.",
-)
-@click.option(
-    "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
-)
-@test_option
+@data_options
 @click.option("--seed", type=click.IntRange(min=0), help="In place of the run file's.")
-@click.option(
-    "--dir",
-    "root",
-    type=FOLDER_TYPE,
-    help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
-)
+@history_option
 @allow_module_option
 @format_option
 def privacy(  # noqa: PLR0913 one per option

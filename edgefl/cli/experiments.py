@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,22 +60,7 @@ test_option = click.option(
 )
 
 
-_FLEET_OPTIONS = (
-    click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's]."),
-    click.option(
-        "--profile",
-        "profiles",
-        multiple=True,
-        metavar="NAME[:COUNT]|FILE.toml",
-        help="Kind of board; may be repeated, and is given round and round.",
-    ),
-    click.option(
-        "--dir",
-        "root",
-        type=FOLDER_TYPE,
-        help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
-    ),
-    click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone."),
+_DATA_OPTIONS = (
     click.option(
         "--data",
         type=click.Path(path_type=Path),
@@ -92,6 +77,26 @@ _FLEET_OPTIONS = (
         "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
     ),
     test_option,
+)
+profile_option = click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME[:COUNT]|FILE.toml",
+    help="Kind of board; may be repeated, and is given round and round.",
+)
+history_option = click.option(
+    "--dir",
+    "root",
+    type=FOLDER_TYPE,
+    help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
+)
+_FLEET_OPTIONS = (
+    click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's]."),
+    profile_option,
+    history_option,
+    click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone."),
+    *_DATA_OPTIONS,
     click.option("--faults", type=click.Path(path_type=Path), help="A fault script."),
     click.option(
         "--accelerator", metavar="cpu|cuda|cuda:N", help="What trains, such as a GPU [default: the run file's]."
@@ -120,7 +125,16 @@ PLACE_OPTIONS = ("accelerator", "engine", "address", "worker_gpus")
 
 def fleet_options(function: Function) -> Function:
     """Adds the options of a virtual fleet: its devices, their data, what trains, and the folder of the history."""
-    for option in reversed(_FLEET_OPTIONS):
+    return _add_options(_FLEET_OPTIONS, function)
+
+
+def data_options(function: Function) -> Function:
+    """Adds the options of the data of a virtual fleet: cut, or shards of one's own."""
+    return _add_options(_DATA_OPTIONS, function)
+
+
+def _add_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
+    for option in reversed(options):
         function = option(function)
     return function
 

@@ -39,7 +39,6 @@ JOB_LIMITS, JOB_LOG = "job", "log"
 """Keys of a job: of instructions, with `num_parts`, `max_part_bytes`, `deadline_s`; of replies, a list of lines."""
 MAX_JOB_LOG_LINES, MAX_JOB_LOG_CHARS = 100, 300
 """Of one part."""
-JOB_LOG = "log"
 REPLY_SALT_BYTES = 16
 """Unique bytes at the start of every chunk of a reply: equal chunks would be one object."""
 PERSONAL_KEY = "has_personal"

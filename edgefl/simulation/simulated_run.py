@@ -144,7 +144,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         )
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with extensions.allow_modules(allow_modules):
-        fleet_data = None if bookkeeping_only else _load_data(run_config, devices)
+        fleet_data = None if bookkeeping_only else load_fleet_data(run_config, devices)
         if fleet_data is not None and should_find_scales(run_config):
             run_config = _find_scales(run_config, fleet_data, folder, run_id)
         return simulate_with_data(run_config, fleet_data, folder, on_change=on_change, run_id=run_id)
@@ -192,7 +192,7 @@ def prepare_simulation(
         EdgeflError: something in it makes no sense, or data is missing.
     """
     config = _load_config(config, devices, profiles, data, scheme)
-    return config, _load_data(config, devices)
+    return config, load_fleet_data(config, devices)
 
 
 def check_simulation(
@@ -334,7 +334,12 @@ def _use_relay_transport(section: StrategySection) -> StrategySection:
     return replace(section, options={**options, "carrier": "relay"})
 
 
-def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) -> FleetData:
+def load_fleet_data(config: RunConfig, devices: int | Sequence[str | Path] | None = None) -> FleetData:
+    """Returns the data of a run's devices: that of shards, or a cut data set for their number or None.
+
+    Raises:
+        EdgeflError: data is missing, or does not fit the task.
+    """
     section, run = config.simulation, config.run
     task = make_run_task(config)  # first: a class that is not there is worth more than absent data
     test = None if section.test is None else Path(section.test)

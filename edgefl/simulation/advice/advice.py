@@ -20,20 +20,19 @@ from edgefl.compression.registry import AUTO
 from edgefl.coordinator.runs.planning import compute_bytes_per_device, count_needed_memory
 from edgefl.core.config import AdviceSection, RunConfig
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError
-from edgefl.engine.assembly.build import build_run, make_run_task
+from edgefl.engine.assembly.build import build_run
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.progress import MetricGoal, is_goal_reason
 from edgefl.simulation.advice.boards import MeasuredBoard, format_profiles, select_boards
 from edgefl.simulation.advice.candidates import ASYNCHRONOUS, Candidate, list_candidates, make_written
 from edgefl.simulation.advice.costs import AUTO_AS, CODECS_MEASURED, Board, RoundCost, Sizes, compute_round_cost
 from edgefl.simulation.advice.proxy import limit_counts, write_proxy_shards
-from edgefl.simulation.backends.partitioned_data import partition_in_memory, read_shards
-from edgefl.simulation.local_fleet import default_scheme
 from edgefl.simulation.profiles import load_catalogue
 from edgefl.simulation.simulated_run import (
     Workload,
     check_simulation,
     compute_reference_cost,
+    load_fleet_data,
     make_cost_function,
     make_device_names,
 )
@@ -289,29 +288,10 @@ def _list_boards(config: RunConfig, names: Sequence[str], shards: Sequence[str])
         for name, profile, count in zip(
             names,
             catalogue.assign_profiles(section.profiles, len(names)),
-            _count_examples(config, shards),
+            [len(shard.train) for shard in load_fleet_data(config, shards or None).shards],
             strict=True,
         )
     ]
-
-
-def _count_examples(config: RunConfig, shards: Sequence[str]) -> list[int]:
-    """Returns the training examples of each board."""
-    section, run = config.simulation, config.run
-    if shards:
-        found = read_shards(make_run_task(config), shards, test_fraction=run.local_test_fraction)
-    else:
-        found = partition_in_memory(
-            run.task,
-            section.scheme or default_scheme(run.task),
-            section.devices,
-            data=None if section.data is None else Path(section.data),
-            seed=run.seed,
-            test_fraction=run.local_test_fraction,
-            options=config.task,
-            test=None if section.test is None else Path(section.test),
-        )
-    return [len(shard.train) for shard in found.shards]
 
 
 def advise(
