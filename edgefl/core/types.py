@@ -739,6 +739,17 @@ class InstructionFailed:
     reason: str
     is_strike: bool = False
 
+    @classmethod
+    def from_rejected(cls, update: Update, reason: str) -> Self:
+        """Returns what takes the place of an update that is refused."""
+        return cls(
+            device_id=update.device_id,
+            assignment_id=update.assignment_id,
+            outcome=UpdateStatus.REJECTED,
+            reason=reason,
+            is_strike=True,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedUpdate:

@@ -32,7 +32,6 @@ from edgefl.core.types import (
     Tensors,
     TrainInstruction,
     Update,
-    UpdateStatus,
 )
 from edgefl.engine.divergence import MAX_HALVINGS, Divergence, DivergenceDetector, DivergenceRule
 from edgefl.engine.evaluations import DeviceAccuracy, VersionAccuracy
@@ -436,13 +435,7 @@ def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
     reason = policy.rejection_reason(event) if isinstance(event, Update) else None
     if reason is None or not isinstance(event, Update):
         return event
-    return InstructionFailed(
-        device_id=event.device_id,
-        assignment_id=event.assignment_id,
-        outcome=UpdateStatus.REJECTED,
-        reason=reason,
-        is_strike=True,
-    )
+    return InstructionFailed.from_rejected(event, reason)
 
 
 def _apply_events(

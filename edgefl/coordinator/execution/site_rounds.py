@@ -776,13 +776,7 @@ class _SiteRound:
             return event
         log.warning("the update of %s is refused: %s", event.device_id, reason)
         self.record_event(REJECTED_EVENT_KIND, event.device_id, f"its update is refused: {reason}")
-        return InstructionFailed(
-            device_id=event.device_id,
-            assignment_id=event.assignment_id,
-            outcome=UpdateStatus.REJECTED,
-            reason=reason,
-            is_strike=True,
-        )
+        return InstructionFailed.from_rejected(event, reason)
 
     def _apply(self, event: Event) -> None:
         """Counts a journaled event, once."""
