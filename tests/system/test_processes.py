@@ -20,6 +20,7 @@ import pytest
 from edgefl.core.errors import EdgeflError, NotFoundError
 from edgefl.system import processes
 from edgefl.system.processes import (
+    ARROW_MEMORY_OPTIONS,
     LivenessMonitor,
     StoppedCallError,
     SystemdNotifier,
@@ -479,7 +480,9 @@ barrier.wait(60)
 
 def told(program, call):
     command = [sys.executable, "-c", program.format(call=call)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+    environment = {name: value for name, value in os.environ.items() if name not in ARROW_MEMORY_OPTIONS}  # of others
+    answer = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    return json.loads(answer.stdout)
 
 
 def test_the_agent_imports_no_renderer_of_terminals_no_grpc_and_no_server_and_says_so():
