@@ -12,16 +12,9 @@ from small_fleet import SmallFleet
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
-from edgefl.coordinator.execution.site_rounds import (
-    EARLY_S,
-    INDEX_FILE,
-    MAX_KEPT_ROUNDS,
-    PATIENCE_S,
-    RoundIndex,
-    RoundRecord,
-    SiteRounds,
-    combine_evaluations,
-)
+from edgefl.coordinator.execution.site_records import INDEX_FILE, RoundIndex, RoundRecord
+from edgefl.coordinator.execution.site_round import EARLY_S, PATIENCE_S, combine_evaluations
+from edgefl.coordinator.execution.site_rounds import MAX_KEPT_ROUNDS, SiteRounds
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import DataError, StoreFullError
 from edgefl.core.metrics import MAX_SUM, NO_METRICS, MetricSet
