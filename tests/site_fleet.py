@@ -18,12 +18,13 @@ TIMEOUT_S = 300.0
 
 @dataclass(slots=True, kw_only=True)
 class SiteGateway:
-    """One gateway; `boards` join it, `upstream` is the port at which it finds its coordinator."""
+    """One gateway; `boards` join it, `upstream` is its coordinator's port, `options` are those of its command."""
 
     fleet: LocalFleet
     name: str
     boards: Sequence[LocalDeviceSpec]
     upstream: int
+    options: Sequence[str] = ()
     port: int = field(default_factory=find_free_port)
     broker_port: int = field(default_factory=find_free_port)
 
@@ -42,6 +43,7 @@ class SiteGateway:
                     "gateway", "start", "--dir", str(self.root), "--upstream", f"127.0.0.1:{self.upstream}",
                     "--name", self.name, "--host", "127.0.0.1", "--site-host", "127.0.0.1", "--port", str(self.port),
                     "--broker", "embedded", "--broker-port", str(self.broker_port),
+                    *self.options,
                 ],
                 stdout=output.fileno(),
                 variables={**self.variables, **({"EDGEFL_JOIN_TOKEN": token} if token else {})},
@@ -95,6 +97,7 @@ class SiteFleet(LocalFleet):
     devices: Sequence[LocalDeviceSpec] = ()
     sites: Mapping[str, Sequence[LocalDeviceSpec]] = field(default_factory=dict)
     uplinks: Mapping[str, int] = field(default_factory=dict)
+    options: Sequence[str] = ()
     gateways: dict[str, SiteGateway] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -115,7 +118,9 @@ class SiteFleet(LocalFleet):
     def add_gateway(self, name: str, boards: Sequence[LocalDeviceSpec]) -> None:
         token = self.make_client().post("/edgefl/v1/tokens", {"uses": 1, "role": "trainer"})["token"]
         upstream = self.uplinks.get(name, self.port)
-        self.gateways[name] = SiteGateway(fleet=self, name=name, boards=boards, upstream=upstream)
+        self.gateways[name] = SiteGateway(
+            fleet=self, name=name, boards=boards, upstream=upstream, options=self.options
+        )
         self.gateways[name].start(token)
 
     def wait_for_sites(self) -> None:

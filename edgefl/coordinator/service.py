@@ -38,6 +38,7 @@ from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
+from edgefl.coordinator.execution.site_outage import OutageLimits
 from edgefl.coordinator.execution.site_rounds import FOLDER as SITE_FOLDER
 from edgefl.coordinator.execution.site_rounds import SiteRounds
 from edgefl.coordinator.fleet.membership import DrainController, Membership
@@ -155,8 +156,12 @@ class Coordinator:
         for limiter in self._limiters:
             limiter.log_refusals()
 
-    def open_site(self) -> SiteRounds:
-        """Returns the rounds of these boards for a coordinator upstream; call it once, when this one is open."""
+    def open_site(self, outage: OutageLimits = OutageLimits()) -> SiteRounds:  # noqa: B008 frozen
+        """Returns the rounds of these boards for a coordinator upstream; call it once, when this one is open.
+
+        Args:
+            outage: how far the site goes on without it.
+        """
 
         def record_event(kind: str, device_id: str, message: str) -> None:
             self._store.record_event(kind, message, at=time.time(), device_id=device_id or None)
@@ -168,6 +173,7 @@ class Coordinator:
             open_transport=self._superlink.open_run,
             clock=time.monotonic,
             record_event=record_event,
+            outage=outage,
         )
         self._router.open_site(site)
         return site

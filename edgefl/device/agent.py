@@ -88,6 +88,7 @@ class Agent:
         self._stopping, self._has_stopped, self._wake_up = threading.Event(), threading.Event(), WakeUpSignal()
         self._boot_id = uuid.uuid4().hex
         self.lockout_reason: str | None = None
+        self._away_since_s: float | None = None
         self.locked_out = threading.Event()
         rng = derive_rng("agent", state.device_id, time.time_ns())
         self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
@@ -184,8 +185,11 @@ class Agent:
                     break
                 except (NetworkError, StoreError) as error:
                     self._endpoint.disconnect()
-                    if not self._stopping.is_set():
-                        log.warning("%s; trying again", error)
+                    if self._stopping.is_set():
+                        break
+                    log.warning("%s; trying again", error)
+                    if self._work_offline():
+                        continue
                     # A coordinator that is back sends wake-ups for waiting work by a broker that stayed up.
                     self._wake_up.wait(self._backoff.next_s())
         finally:
@@ -200,6 +204,15 @@ class Agent:
             self._has_stopped.set()
         if self.lockout_reason is not None:
             raise ClonedError(self.lockout_reason)
+
+    def _work_offline(self) -> bool:
+        """Works on without the coordinator, as far as the trainer does that and this board may; returns whether."""
+        now_s = time.monotonic()
+        self._away_since_s = now_s if self._away_since_s is None else self._away_since_s
+        if self._gate.check() is None:
+            with self.liveness.track_work(), contextlib.suppress(TrainingAbortedError):
+                return self._trainer.work_offline(now_s - self._away_since_s)
+        return False
 
     def _may_resume_node(self) -> bool:
         """Admits the run of the node that this board was; returns whether its conditions hold. True for no node."""
@@ -221,6 +234,7 @@ class Agent:
         self._pause_uploads()  # uploads under way use the connection that is closed now
         former_brokers = self._state.settings.brokers
         self._endpoint.connect()
+        self._away_since_s = None
         self._gate.observe_skew(self._endpoint.skew_s)
         if set(self._state.settings.brokers) != set(former_brokers):
             self._connection.switch_broker(self._state.settings.brokers)

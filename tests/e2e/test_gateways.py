@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from site_fleet import SiteFleet
 
+from edgefl.coordinator.execution.site_outage import OutageWork
+from edgefl.coordinator.execution.site_records import load_content
+from edgefl.coordinator.execution.site_rounds import OUTAGE_EVENT_KIND
 from edgefl.core.config import parse_run
 from edgefl.core.errors import RunFailedError, UsageError
 from edgefl.device.training.trainer import DeviceTrainer
@@ -72,6 +75,28 @@ def test_two_sites_equal_the_flat_fleet_through_kills_and_a_lost_uplink(tools, t
     expected = train_flat(boards, tmp_path / "flat", shown)
     for name, tensor in expected.items():
         np.testing.assert_allclose(model[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_site_goes_on_while_its_uplink_is_away_and_its_model_goes_upstream_later(tools, tmp_path):
+    boards = tools.devices(2)
+    options, sites = ("--outage-rounds", "2"), {SITES[0]: boards}
+    with tools.fleet(tmp_path / "fleet", [], kind=SiteFleet, sites=sites, options=options) as fleet:
+        config = {"run": {"task": "digits", "rounds": 10_000, "seed": SEED}, "strategy": STRATEGY}
+        run_id = fleet.submit(parse_run(config))
+        tools.eventually(lambda: tools.used(fleet, run_id), 180.0, what="the site has answered")
+        fleet.kill("coordinator")
+        gateway = fleet.gateways[SITES[0]]
+        work = OutageWork(folder=gateway.root / "site" / "site-rounds")
+        tools.eventually(lambda: (load_content(work.path) or ({},))[0].get("rounds") == 2, 300.0, what="two rounds")
+        fleet.start_coordinator()
+        count = len(tools.used(fleet, run_id))
+        tools.eventually(lambda: len(tools.used(fleet, run_id)) > count + 3, 300.0, what="the run goes on")
+        events = gateway.client().get("/edgefl/v1/history/events")["rows"]
+        (told,) = [row["message"] for row in events if row["kind"] == OUTAGE_EVENT_KIND]
+        assert "what 2 rounds of the site made while the uplink was away goes upstream" in told
+        assert not work.path.exists()
+        rows = tools.used(fleet, run_id)
+        assert len({row["assignment_id"] for row in rows}) == len(rows)
 
 
 def train_flat(boards, folder, shown):

@@ -432,7 +432,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "device/hardware/providers.py:ProviderChoice._read": "likewise, at most 16 KB",
         "tasks/local_algorithms/example_privacy.py:parse_account": "own state, at most 8 MB; its tests damage it",
         "coordinator/execution/site_records.py:RoundIndex.load": "own state; its tests damage it",
-        "coordinator/execution/site_records.py:_load_reply": "own state, with a digest; its tests damage it",
+        "coordinator/execution/site_records.py:load_content": "own state, with a digest; its tests damage it",
         "tasks/datasets/parquet_files.py:_to_array": "what pyarrow has decoded, as long as it says",
         "core/secure_aggregation/keys.py:CertificateIdentity.__init__": "the own certificate, and the fleet's",
         "core/secure_aggregation/keys.py:add_mask": "the own key stream, of whole words",

@@ -23,12 +23,14 @@ from edgefl.core.protocol import JoinToken
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
+    from edgefl.coordinator.execution.site_outage import OutageLimits
     from edgefl.coordinator.service import Coordinator
     from edgefl.device.state_dir import DeviceStateDir
     from edgefl.device.updates.slots import SoftwareUpdateConfig
 
 SITE_FOLDER, UPSTREAM_FOLDER = "site", "upstream"
 """In a gateway's directory: that of the site's coordinator, and the state of the device that it is upstream."""
+MAX_OUTAGE_ROUNDS = 100_000
 
 
 def _get_default_dir() -> Path:
@@ -68,6 +70,20 @@ def command() -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port for them [default: 8000, then as before].")
 @make_broker_option("--broker")
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
+@click.option(
+    "--outage-rounds",
+    type=click.IntRange(0, MAX_OUTAGE_ROUNDS),
+    default=0,
+    show_default=True,
+    help="Rounds of the site's own while the uplink is away; the next answer takes along what they make.",
+)
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0, MAX_OUTAGE_ROUNDS),
+    default=50,
+    show_default=True,
+    help="Versions of the model that may have come meanwhile; later what they make is dropped.",
+)
 @signers_option
 @click.option(
     "--confine",
@@ -87,11 +103,14 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     port: int | None,
     broker: str,
     broker_port: int,
+    outage_rounds: int,
+    max_staleness: int,
     signers: Path,
     confine: str | None,
 ) -> None:
     """Run the gateway until SIGTERM or Ctrl-C; at the first start it joins the coordinator upstream."""
     from edgefl.coordinator.directory import StartOptions, init_directory  # noqa: PLC0415 fast start
+    from edgefl.coordinator.execution.site_outage import OutageLimits  # noqa: PLC0415 likewise
     from edgefl.coordinator.service import Coordinator  # noqa: PLC0415 likewise
     from edgefl.device.updates.slots import load_update_config  # noqa: PLC0415 likewise
     from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
@@ -113,7 +132,8 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     with state.lock():
         if confine is not None:
             state.update(confine=confine)
-        run_gateway(coordinator, directory, state, load_update_config(signers))
+        outage = OutageLimits(max_rounds=outage_rounds, max_staleness=max_staleness)
+        run_gateway(coordinator, directory, state, load_update_config(signers), outage)
 
 
 @command.command()
@@ -160,6 +180,7 @@ def run_gateway(
     directory: CoordinatorDirectory,
     state: DeviceStateDir,
     update_config: SoftwareUpdateConfig,
+    outage: OutageLimits,
 ) -> None:
     """Runs the site's coordinator and the device upstream until SIGTERM or SIGINT.
 
@@ -184,9 +205,8 @@ def run_gateway(
         thread = threading.Thread(target=watch, name="site", daemon=True)
         thread.start()
         try:
-            run_agent(
-                state, update_config, site=SiteConnection(site=coordinator.open_site(), bases_dir=directory.bases)
-            )
+            site = SiteConnection(site=coordinator.open_site(outage), bases_dir=directory.bases)
+            run_agent(state, update_config, site=site)
         finally:
             coordinator.stop()
             thread.join()

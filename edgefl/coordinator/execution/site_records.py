@@ -62,14 +62,13 @@ class RoundRecord:
 
     def load_reply(self) -> tuple[Json, bytes] | None:
         """Returns the answer, None where the round is not complete."""
-        loaded = _load_reply(self.path / REPLY_FILE)
+        loaded = load_content(self.path / REPLY_FILE)
         return None if loaded is None else (loaded[0]["reply"], loaded[1])
 
     def save_reply(self, reply: tuple[Json, bytes], used: Mapping[str, str]) -> None:
         """Writes the answer, durably, and removes the journal: `used` are the boards' assignments that are in it."""
         content, body = reply
-        line = {"v": 1, "reply": content, _USED: dict(used), "sha256": hashlib.sha256(body).hexdigest()}
-        write_atomic(self.path / REPLY_FILE, json.dumps(line).encode() + b"\n" + body)
+        save_content(self.path / REPLY_FILE, {"reply": content, _USED: dict(used)}, body)
         shutil.rmtree(self.path / JOURNAL_FOLDER, ignore_errors=True)
 
 
@@ -129,7 +128,7 @@ class RoundIndex:
         return {board: list(names) for board, names in row["boards"].items()}
 
     def _add_used(self, row: dict[str, Any], path: Path) -> None:
-        loaded = None if path.name in row["seen"] else _load_reply(path / REPLY_FILE)
+        loaded = None if path.name in row["seen"] else load_content(path / REPLY_FILE)
         shares = self.unsaved.get(path.name) if loaded is None else loaded[0][_USED]
         if path.name in row["seen"] or shares is None:
             return
@@ -142,8 +141,18 @@ def _hash_name(assignment: str) -> str:
     return hashlib.sha256(assignment.encode()).hexdigest()[:24]
 
 
-def _load_reply(path: Path) -> tuple[Json, bytes] | None:
-    """Returns the first line and the body of an answer on disk; None where there is none that is whole."""
+def save_content(path: Path, line: Json, body: bytes) -> None:
+    """Writes a line of JSON, which gets the digest of the body, and the body, durably.
+
+    Raises:
+        StoreError: the disk is full.
+    """
+    content = {"v": 1, **line, "sha256": hashlib.sha256(body).hexdigest()}
+    write_atomic(path, json.dumps(content).encode() + b"\n" + body)
+
+
+def load_content(path: Path) -> tuple[Json, bytes] | None:
+    """Returns the line and the body that `save_content` wrote; None where there is none that is whole."""
     try:
         content = path.read_bytes()
     except OSError:

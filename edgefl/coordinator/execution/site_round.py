@@ -14,6 +14,7 @@ import numpy as np
 
 from edgefl.compression.codec import make_codec
 from edgefl.coordinator.execution.live_fleet import LiveFleet
+from edgefl.coordinator.execution.site_outage import load_taken_work
 from edgefl.coordinator.execution.site_records import RoundRecord
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.claims import ClaimLimits
@@ -187,9 +188,12 @@ class SiteRound:
         if not self._updates:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in [*self._reasons.items()][:5])
             raise DataError(f"no board of this site has sent an update: {reasons}")
-        mean = self._mean.compute_mean(self._like)
-        displacement = {name: np.asarray(mean[name]).astype(like.dtype) for name, like in self._like.items()}
-        codec = "dense" if self._is_dense else _choose_codec(self._nonzero)
+        mean, taken = self._mean.compute_mean(self._like), load_taken_work(self.record, self.task.spec)
+        displacement = {
+            name: (np.asarray(mean[name]) + taken.get(name, 0)).astype(like.dtype)
+            for name, like in self._like.items()
+        }
+        codec = "dense" if self._is_dense or taken else _choose_codec(self._nonzero)
         body = make_codec(codec, self.task.spec).encode(displacement, derive_rng(0))
         updates = self._list_updates()
         return {"metrics": {**_combine_metrics(updates, self._plan), SITE_KEY: _list_shares(updates)}}, body

@@ -25,6 +25,7 @@ from edgefl.coordinator.execution.admission import AdmissionRequirements, NotEno
 from edgefl.coordinator.execution.fleet_view import AdmissionStatus, RunSpec
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import DeviceNotifier, InstructionTransport
+from edgefl.coordinator.execution.site_outage import OutageLimits, OutageWork, SiteModel
 from edgefl.coordinator.execution.site_records import (
     JOURNAL_FOLDER,
     MAX_KEPT_NAMES,
@@ -82,6 +83,7 @@ EVALUATION_S = 540.0
 """Longest evaluation of a site; upstream waits for it `EVALUATION_DEADLINE_S`."""
 REJOIN_S = 30.0
 """After the start of the gateway, the time that a round waits for boards that have joined before."""
+OUTAGE_EVENT_KIND = "site-outage"
 _OF_ONE_MESSAGE = frozenset(
     {
         "assignment", "version", "plan", "codec", "used_assignments", "base_version", "prefetched_version",
@@ -100,9 +102,10 @@ class SiteRounds:
         registry, notifier, open_transport: the site's boards, and how they are reached.
         clock: seconds, monotonic.
         record_event: writes an event to the gateway's history.
+        outage: how far the site goes on without its coordinator.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per collaborator
         self,
         folder: Path,
         *,
@@ -111,6 +114,7 @@ class SiteRounds:
         open_transport: Callable[[], InstructionTransport],
         clock: Callable[[], float],
         record_event: RecordEvent = lambda _kind, _device, _message: None,
+        outage: OutageLimits = OutageLimits(),  # noqa: B008 frozen
     ) -> None:
         self._folder, self._registry, self._notifier = folder, registry, notifier
         self._open_transport, self._clock, self._record_event = open_transport, clock, record_event
@@ -124,6 +128,8 @@ class SiteRounds:
         self._lock = threading.Lock()
         make_private_directory(folder)
         self._index = RoundIndex.load(folder)
+        self._outage, self._outage_work = outage, OutageWork(folder=folder)
+        self._model: SiteModel | None = None
 
     # For the messages of the boards.
 
@@ -156,6 +162,9 @@ class SiteRounds:
         if self.is_current(run_id):
             self._run_id = ""
         self._runs.pop(run_id, None)
+        self._outage_work.drop(run_id)
+        if self._model is not None and self._model.header.get("run") == run_id:
+            self._model = None
         for info in self.list_boards():
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._notifier.send_command(info.device_id, command)
@@ -247,6 +256,42 @@ class SiteRounds:
         if (reply := record.load_reply()) is not None:
             log.info("%s is answered again from disk", header.get("assignment"))
             return reply
+        self._take_outage_work(record, header, body, task)
+        reply = self._run_recorded_round(record, header, body, task, on_alive)
+        self._model = SiteModel.create(header, body, task, reply[1]) if self._outage.max_rounds else None
+        return reply
+
+    def run_offline_round(self, on_alive: OnAlive) -> bool:
+        """Runs one more round of the site while upstream is away; returns whether there was one.
+
+        It begins at the site's own model, and is not answered: the next answer takes along what it makes.
+
+        Raises:
+            DataError: no board has sent an update.
+            InterruptedRunError: the gateway stops.
+            StoreError: the disk is full.
+        """
+        model = self._model
+        if model is None or model.rounds >= self._outage.max_rounds:
+            return False
+        header, body = model.make_instruction()
+        record = RoundRecord.open(self._folder, header)
+        _, update = self._run_recorded_round(record, header, body, model.task, on_alive)
+        model.add_round(update)
+        self._outage_work.save(model)
+        self._remove_round(record.path)
+        log.info("the uplink is away; round %d of the site without it is done", model.rounds)
+        return True
+
+    def _take_outage_work(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask) -> None:
+        self._model = None
+        if told := self._outage_work.move_into(record, header, body, task, self._outage.max_staleness):
+            log.info("%s", told)
+            self._record_event(OUTAGE_EVENT_KIND, "", told)
+
+    def _run_recorded_round(
+        self, record: RoundRecord, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive
+    ) -> tuple[Json, bytes]:
         used = self._index.add_round(record, header)
         try:
             return self._run_round(record, header, body, task, on_alive, used)
@@ -437,5 +482,8 @@ class SiteRounds:
         folders = [path for path in self._folder.iterdir() if path.is_dir() and path != present.path]
         folders.sort(key=lambda path: order.get(path.name, -1))
         for path in folders[: -(MAX_KEPT_ROUNDS - 1)]:
-            shutil.rmtree(path, ignore_errors=True)
-            self._index.unsaved.pop(path.name, None)
+            self._remove_round(path)
+
+    def _remove_round(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        self._index.unsaved.pop(path.name, None)

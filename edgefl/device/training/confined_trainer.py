@@ -192,6 +192,10 @@ class ConfiningTrainer(DeviceTrainer):
         if is_idle and self._transport is None:
             self._stop_process()
 
+    def work_offline(self, away_s: float) -> bool:  # noqa: ARG002 only a site gateway does
+        """Works on without the coordinator, which is away for `away_s` seconds; returns whether it did."""
+        return False
+
     def resume(self) -> None:
         super().resume()
         if self.refuses_nodes:

@@ -40,6 +40,8 @@ NO_SUMS = (
     "board; runs with fedavg or fedprox, without [privacy], [secure_aggregation], [split], guard.max_norm, "
     "strategy.seconds and selection by utility do not"
 )
+OUTAGE_AFTER_S = 30.0
+"""An uplink that is away for less is waited for: a coordinator starts again in that time."""
 NOT_BUILT_IN = (
     "the gateway loads no task that is not built in; edgefl gateway start --confine never does, with the "
     "--allow-module of its package"
@@ -57,6 +59,7 @@ class Site(Protocol):
     def load_reply(self, header: Json) -> tuple[Json, bytes] | None: ...
     def run_round(self, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive) -> tuple[Json, bytes]: ...
     def evaluate(self, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive) -> tuple[Json, bytes]: ...
+    def run_offline_round(self, on_alive: OnAlive) -> bool: ...
     def finish_early(self, assignment: str) -> None: ...
     def complete_run(self, run_id: str) -> None: ...
     def stop(self) -> None: ...
@@ -107,6 +110,17 @@ class SiteTrainer(ConfiningTrainer):
             return self._execute(header, body, self._relay_evaluation)
         except ExtensionRefusedError:
             return make_refusal(header, NOT_BUILT_IN), b""
+
+    def work_offline(self, away_s: float) -> bool:
+        if away_s < OUTAGE_AFTER_S:
+            return False
+        try:
+            with self._training_lock:
+                return self._site.run_offline_round(self._on_alive)
+        except EdgeflError as error:
+            self._check_aborted()
+            log.warning("no round of the site without the coordinator: %s", error)
+            return False
 
     def finish_early(self, assignment_id: str) -> None:
         super().finish_early(assignment_id)

@@ -49,6 +49,12 @@ class SomeSite:
     def evaluate(self, header, body, task, on_alive):
         return {"metrics": {"num_examples": 6}}, b"the sums"
 
+    def run_offline_round(self, on_alive):
+        self.asked.append("offline round")
+        if self.error is not None:
+            raise self.error
+        return True
+
     def finish_early(self, assignment):
         self.ended.append(assignment)
 
@@ -150,6 +156,18 @@ def test_a_gateway_that_stops_sends_no_answer(site, trainer):
     with pytest.raises(TrainingAbortedError):
         trainer.train(make_header(), b"x")
     assert site.ended == ["stop"]
+
+
+def test_a_site_goes_on_without_its_coordinator_once_that_is_away_for_long(site, trainer):
+    assert not trainer.work_offline(29.0)
+    assert not site.asked
+    assert trainer.work_offline(30.0)
+    assert site.asked == ["offline round"]
+    site.error = DataError("no board of this site is there")
+    assert not trainer.work_offline(60.0)
+    trainer.abort()
+    with pytest.raises(TrainingAbortedError):
+        trainer.work_offline(90.0)
 
 
 def test_upstream_hears_of_the_boards_together(site, trainer):
