@@ -14,7 +14,8 @@ data has the accuracy, or after so many rounds. The fleets:
 
 The table has the mean over the seeds, the least and the most. `gain` is the mean of the ratios of uniform selection's
 time to the rule's with the same seed, and `sooner` in how many seeds the rule was. `fewest` and `most` are how often
-a board was asked, as parts of the mean. A run that does not come to the accuracy counts with its whole time: `missed`.
+a board was asked, as parts of the mean. A run that does not come to the accuracy, `missed`, counts with its whole
+time.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ from edgefl.cli.sources import (
     state_option,
     window_option,
 )
-from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
+from edgefl.core.errors import ConfigError, NetworkError, NotJoinedError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.collect.forgetting import ForgetRequest
     from edgefl.device.collect.label_guesses import Guesser, NotedGuesser
+    from edgefl.device.collect.label_page import TrainingControl
     from edgefl.device.collect.shard_contents import Times
     from edgefl.device.collect.store_state import StoreState
     from edgefl.device.training.shard_uses import ShardUse
@@ -194,12 +195,26 @@ def label(  # noqa: PLR0913 the options of one command
     if host not in _LOOPBACK:
         tls, fingerprint = make_server_context(host)
     try:
-        server = LabelServer(queue, files, Gate(pin), (_LOOPBACK.get(host, host), port), tls)
+        address = _LOOPBACK.get(host, host), port
+        server = LabelServer(queue, files, Gate(pin), address, tls, _find_training(root))
     except OSError as error:
         reason = error.strerror or error
         raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None
     print_address(server, pin, fingerprint)
     server.run()
+
+
+def _find_training(root: Path | None) -> TrainingControl | None:
+    """Returns the control of this board's training; None where it belongs to no fleet."""
+    from edgefl.device.collect.label_page import TrainingControl  # noqa: PLC0415 fast start
+    from edgefl.device.conditions.gate import ConditionGate  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+
+    try:
+        gate = ConditionGate(DeviceStateDir.load(root).root, is_agent=False)
+    except (NotJoinedError, ConfigError):  # without a fleet, or with damaged settings, a person still labels
+        return None
+    return TrainingControl(find_blocker=gate.find_owner_blocker, pause=gate.pause, resume=gate.resume)
 
 
 @click.command()

@@ -10,14 +10,15 @@ import heapq
 import re
 import zoneinfo
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, tzinfo
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any, cast
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.safe_parsing import parse_toml
-from edgefl.core.settings import Faults, from_mapping, suggest_name
+from edgefl.core.settings import BrokerSection, Faults, from_mapping, suggest_name
 
 TABLE = "conditions"
 WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -67,6 +68,34 @@ class Budget:
             "energy": self.energy_j,
         }
         return {kind: limit for kind, limit in limits.items() if limit is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch(BrokerSection):
+    """`[conditions.switch]`: a switch that must be on: a topic of a broker, or a file such as of a GPIO line.
+
+    Attributes:
+        host: of the broker, which need not be the fleet's and speaks MQTT 5.
+        topic: whose payload is the state, or TOPIC#/KEY/KEY for a value of a JSON object; kept messages count.
+        file: absolute path of a file that holds the state, in place of a topic.
+        inverted: whether it may train while the switch is off.
+    """
+
+    host: str = ""
+    topic: str = ""
+    file: str = ""
+    inverted: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks that it is one switch.
+
+        Raises:
+            ConfigError: it is a half of one, or two.
+        """
+        if bool(self.file) == bool(self.host and self.topic) or (self.file and (self.host or self.topic)):
+            raise ConfigError("conditions.switch must have host and topic, or a file")
+        if self.file and not PurePath(self.file).is_absolute():
+            raise ConfigError(f"conditions.switch.file must be an absolute path, got {self.file!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +162,13 @@ class Conditions(RunConditions):
 
     Attributes:
         yields: what trains has the lowest priority, so that other processes lose hardly anything to it.
+        switch: that somebody has set to on.
         day: budgets of a day.
         month: budgets of a month.
     """
 
     yields: bool = False
+    switch: Switch | None = None
     day: Budget = Budget()
     month: Budget = Budget()
 
@@ -152,7 +183,7 @@ class BoardFacts:
     """What conditions ask of a board; None where it is not known.
 
     `battery_status` is the kernel's word; `other_load` is the share of all cores, in 0-1; `interface` is that of the
-    default route, empty without one.
+    default route, empty without one; `switch_is_on` is what the owner's switch says.
     """
 
     on_mains: bool | None = None
@@ -162,6 +193,7 @@ class BoardFacts:
     other_load: float | None = None
     interface: str | None = None
     is_metered: bool | None = None
+    switch_is_on: bool | None = None
 
     @property
     def has_external_power(self) -> bool | None:
@@ -178,7 +210,7 @@ class Blocker:
     """Why a board may not train now.
 
     Attributes:
-        kind: hours, power, heat, load, network, budget, pause or file.
+        kind: hours, switch, power, heat, load, network, budget, pause or file.
         reason: one line.
         free_at_s: when it may next, in Unix seconds of its clock; None where that is not known.
         run: whose condition it is: that of this run; of the board's owner where it is empty.
@@ -247,6 +279,10 @@ def find_blocker(
 def _list_failures(conditions: RunConditions, facts: BoardFacts) -> Iterator[tuple[str, str]]:
     """Yields kind and reason of each condition that does not hold."""
     power, battery = facts.has_external_power, facts.battery_fraction
+    switch = conditions.switch if isinstance(conditions, Conditions) else None
+    if switch is not None and facts.switch_is_on is not (not switch.inverted):
+        state = {True: "on", False: "off", None: "not known"}[facts.switch_is_on]
+        yield "switch", f"its switch is {state}"
     if conditions.mains and not power:
         yield "power", "it is not on external power"
     if conditions.charging and not (power if facts.battery_status is None else _is_charging(facts)):
@@ -401,8 +437,9 @@ def _to_line(text: str, at_most: int) -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    if isinstance(value, Budget):
-        return {name: number for name, number in asdict(value).items() if number is not None}
+    if is_dataclass(value):
+        parts = {item.name: (getattr(value, item.name), item.default) for item in fields(value)}
+        return {name: part for name, (part, default) in parts.items() if part != default}
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 

@@ -18,7 +18,16 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.settings import REST, SECRET, Faults, find_similar, from_mapping, list_options, suggest_name
+from edgefl.core.settings import (
+    REST,
+    SECRET,
+    BrokerSection,
+    Faults,
+    find_similar,
+    from_mapping,
+    list_options,
+    suggest_name,
+)
 from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
@@ -832,29 +841,6 @@ class CertificateSettings:
 
     client_days: float = field(default=90.0, metadata={"at_least": 1, "at_most": 7300})
     server_days: float = field(default=730.0, metadata={"at_least": 1, "at_most": 7300})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerSection:
-    """A broker, which need not be the fleet's.
-
-    Attributes:
-        host: of the broker, which speaks MQTT 5.
-        port: 1883 at first, with `tls` 8883.
-        login_file: a file whose first line is the user and whose second is the password.
-        tls: whether the connection is encrypted.
-        ca_file: authority of the broker's certificate; none for those of the system.
-    """
-
-    host: str
-    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
-    login_file: str = ""
-    tls: bool = False
-    ca_file: str = ""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port or (8883 if self.tls else 1883)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
@@ -369,3 +369,26 @@ def _get_hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSection:
+    """A broker, which need not be the fleet's.
+
+    Attributes:
+        host: of the broker, which speaks MQTT 5.
+        port: 1883 at first, with `tls` 8883.
+        login_file: a file whose first line is the user and whose second is the password.
+        tls: whether the connection is encrypted.
+        ca_file: authority of the broker's certificate; none for those of the system.
+    """
+
+    host: str
+    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
+    login_file: str = ""
+    tls: bool = False
+    ca_file: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port or (8883 if self.tls else 1883)

@@ -138,6 +138,7 @@ class SimulatedConditions:
         self._update_bytes: int | None = None
         if profile.conditions != NO_CONDITIONS:
             save_conditions(self._folder, format_toml({"conditions": owners.to_json()}).encode())
+        self._check_simulated(profile.name, owners)
         self._gate = self._boot()
         self._check_known(profile.name, owners)
 
@@ -155,13 +156,22 @@ class SimulatedConditions:
             gate.admit(RUN_ID, self._run.to_json())
         return gate
 
-    def _check_known(self, name: str, owners: Conditions) -> None:
-        both = replace(owners, max_temperature_c=owners.max_temperature_c or self._run.max_temperature_c)
+    def _check_simulated(self, name: str, owners: Conditions) -> None:
+        """Checks that a simulated board can have what its owner's file asks.
+
+        Raises:
+            ConfigError: it can not.
+        """
+        if owners.switch is not None:
+            raise ConfigError(f"profile {name}: conditions.switch: simulated boards have no switch; leave it out")
         if owners.interfaces or self._run.interfaces:
             raise ConfigError(
                 "conditions.interfaces: simulated boards have no network interfaces; use unmetered, and the trace "
                 f"metered of profile {name}"
             )
+
+    def _check_known(self, name: str, owners: Conditions) -> None:
+        both = replace(owners, max_temperature_c=owners.max_temperature_c or self._run.max_temperature_c)
         if missing := self._gate.list_unknown(both):
             raise ConfigError(
                 f"profile {name} could never train: conditions.{missing[0]}; give the profile temperature_c from "

@@ -9,8 +9,8 @@ from pathlib import Path
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 
-from edgefl.core.config import BrokerSection
 from edgefl.core.errors import ConfigError
+from edgefl.core.settings import BrokerSection
 
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 30

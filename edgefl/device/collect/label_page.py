@@ -3,7 +3,8 @@
 It is off unless somebody starts it, asks for a PIN, and answers those who name its own address alone. The PIN opens a
 session; wrong ones are counted for all together, and after `MAX_WRONG` of them none counts for a while. Every change
 needs the token of the page's own form. The page loads nothing from elsewhere and works without its script, which adds
-keys. The standard library is enough: five routes need no web framework.
+keys. The standard library is enough: five routes need no web framework. On a board of a fleet it says whether the
+board may train, and pauses that.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from itertools import groupby
 from urllib.parse import parse_qs, quote
 
-from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.conditions import Blocker, format_blocker
+from edgefl.core.errors import ConfigError, EdgeflError, StoreError
 from edgefl.device.collect.label_queue import Example, FileTarget, LabelQueue
 from edgefl.device.collect.label_server import (
     MAX_BODY_BYTES,
@@ -39,6 +42,11 @@ log = logging.getLogger(__name__)
 COOKIE = "edgefl_label"
 KEYS = "123456789abcdefghijklmnopqrtvwxyz"
 """Of labels in their order; s skips and u takes the last label back."""
+PAUSES: Mapping[str, tuple[str, float | None]] = {
+    "2h": ("Pause training 2 h", 7200.0),
+    "always": ("Pause it until resumed", None),
+}
+"""By the value of its button, its text and the seconds of a pause."""
 _STYLE = """
 *{box-sizing:border-box}body{margin:0 auto;max-width:40rem;padding:.75rem;font:1rem/1.4 system-ui,sans-serif;
 color:#16202a;background:#fff}h1{font-size:1rem;margin:0 0 .5rem}
@@ -63,6 +71,21 @@ document.addEventListener('keydown', (event) => {
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingControl:
+    """Control of the board's training, which has its own room.
+
+    Attributes:
+        find_blocker: returns why the board may not train now; None where it may.
+        pause: lets it train nothing for so many seconds; None is until `resume`.
+        resume: ends a pause.
+    """
+
+    find_blocker: Callable[[], Blocker | None]
+    pause: Callable[[float | None], None]
+    resume: Callable[[], None]
+
+
 class LabelServer:
     """Server of the page, active from `start` to `stop`.
 
@@ -72,6 +95,7 @@ class LabelServer:
         gate: PIN and sessions.
         address: to listen on; port 0 takes a free one.
         tls: of the server; None on loopback.
+        training: of the board, which the page pauses; None where there is no fleet.
     """
 
     def __init__(
@@ -81,8 +105,10 @@ class LabelServer:
         gate: Gate,
         address: tuple[str, int],
         tls: ssl.SSLContext | None,
+        training: TrainingControl | None = None,
     ) -> None:
         self._server = _HttpServer(address, _Handler, tls)
+        self._server.training = training
         self._server.queue, self._server.target, self._server.gate = queue, target, gate
 
     @property
@@ -107,6 +133,7 @@ class _HttpServer(BoundedHttpServer):
     queue: LabelQueue
     target: FileTarget | None
     gate: Gate
+    training: TrainingControl | None
 
     def __init__(self, address: tuple[str, int], handler: type[BoundedHandler], tls: ssl.SSLContext | None) -> None:
         self.turn = threading.Lock()
@@ -150,7 +177,8 @@ class _Handler(BoundedHandler):
             self._send_login(HTTPStatus.OK)
         elif path == "/" and token is not None:
             with self.server.turn:
-                self._send_page(HTTPStatus.OK, _format_example(self.server.queue, token))
+                page = _format_example(self.server.queue, token)
+                self._send_page(HTTPStatus.OK, page + _format_training(self.server.training, token))
         elif path.startswith("/media/") and token is not None:
             self._send_media(path.removeprefix("/media/"))
         else:
@@ -173,13 +201,25 @@ class _Handler(BoundedHandler):
     def _change(self, form: Mapping[str, str]) -> None:
         queue = self.server.queue
         with self.server.turn:
-            if "undo" in form:
+            if "pause" in form or "resume" in form:
+                self._pause_training(form.get("pause"))
+            elif "undo" in form:
                 queue.undo()
             elif "skip" in form:
                 queue.skip(form.get("key", ""))
             else:
                 queue.label(form.get("key", ""), form.get("new", "").strip() or form.get("label", ""))
         self._redirect()
+
+    def _pause_training(self, pause: str | None) -> None:
+        """Pauses the board's training, or ends a pause for None."""
+        training = self.server.training
+        if training is None or pause not in {None, *PAUSES}:
+            raise ConfigError("there is no such pause here")
+        if pause is None:
+            training.resume()
+        else:
+            training.pause(PAUSES[pause][1])
 
     def _log_in(self, pin: str) -> None:
         session = self.server.gate.open(pin)
@@ -309,6 +349,22 @@ def _format_example(queue: LabelQueue, token: str) -> str:
         f'<button name="undo" value="1" data-key="u" aria-keyshortcuts="u"{undo}><kbd>u</kbd>Undo</button></form>'
     )
     return "".join(parts)
+
+
+def _format_training(training: TrainingControl | None, token: str) -> str:
+    """Returns whether the board may train, with what pauses that; nothing without a board of a fleet."""
+    if training is None:
+        return ""
+    blocker = training.find_blocker()
+    state = "This board may train" if blocker is None else f"This board does not train: {format_blocker(blocker)}"
+    if blocker is not None and blocker.kind == "pause":
+        buttons = '<button name="resume" value="1">Resume training</button>'
+    else:
+        buttons = "".join(f'<button name="pause" value="{key}">{text}</button>' for key, (text, _) in PAUSES.items())
+    return (
+        f'<p>{html.escape(state)}</p><form method="post" action="/" class="row">'
+        f'<input type="hidden" name="token" value="{token}">{buttons}</form>'
+    )
 
 
 def _format_key(place: int) -> str:

@@ -103,7 +103,7 @@ class MqttSource:
 
     def _on_connect(self, client: mqtt.Client, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
         if reason.is_failure:
-            self._log.warning("refused", "the broker of source %s refuses the collector: %s", self._name, reason)
+            self._log.warning("refused", "the broker of source %s refuses the connection: %s", self._name, reason)
             return
         log.info("source %s is connected to its broker", self._name)
         # Of a value that is lost in a broken connection the next one is as good: without acknowledgements.

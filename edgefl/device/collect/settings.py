@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from edgefl.core.config import BrokerSection, check_topic
+from edgefl.core.config import check_topic
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.settings import REST, Faults, from_mapping, suggest_name
+from edgefl.core.settings import REST, BrokerSection, Faults, from_mapping, suggest_name
 from edgefl.core.types import Scalar
 from edgefl.system.row_labels import LABEL_COLUMN
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgefl.core.conditions import BoardFacts, RunConditions
+from edgefl.core.conditions import BoardFacts, Conditions, RunConditions, Switch
 from edgefl.device.hardware.board_reader import BoardReader, parse_int, read_power_w, read_supply_status, read_text
 from edgefl.device.hardware.health import find_interface, read_cpu_counters, read_temperature_c
+
+if TYPE_CHECKING:
+    from edgefl.device.conditions.switch import SwitchReader
 
 NMCLI_S = 2.0
 NETWORK_MANAGER = "run/NetworkManager"
@@ -34,6 +38,27 @@ class FactReader:
         self._ticks_per_s = float(os.sysconf("SC_CLK_TCK"))
         self._counters: tuple[int, int, int] | None = None
         self._other_load: float | None = None
+        self._switch: tuple[Switch, SwitchReader] | None = None
+
+    def set_switch(self, switch: Switch | None, *, wait_s: float) -> None:
+        """Reads this switch from now on, in place of any other.
+
+        Args:
+            switch: of the owner; None for none.
+            wait_s: how long a broker may take to say its state before this returns.
+
+        Raises:
+            ConfigError: its topic, login or authority is none.
+        """
+        if self._switch is not None and switch == self._switch[0]:
+            return
+        if self._switch is not None:
+            self._switch[1].close()
+            self._switch = None
+        if switch is not None:
+            from edgefl.device.conditions.switch import SwitchReader  # noqa: PLC0415 MQTT only where it is asked for
+
+            self._switch = switch, SwitchReader(switch, self._board.root, wait_s=wait_s)
 
     def read(self, conditions: RunConditions) -> BoardFacts:
         """Returns the facts that the conditions ask for; the others are None."""
@@ -49,6 +74,8 @@ class FactReader:
             values["interface"] = interface or ""
             if conditions.unmetered:
                 values["is_metered"] = None if interface is None else self._is_metered(interface)
+        if isinstance(conditions, Conditions) and conditions.switch is not None and self._switch is not None:
+            values["switch_is_on"] = self._switch[1].read()
         return BoardFacts(**values)  # type: ignore[arg-type]  # by the names of its fields
 
     def read_processor_s(self) -> float:

@@ -51,6 +51,8 @@ MAX_RUNS = 8
 """Runs whose conditions are remembered: a node of one trains on, between the instructions of others."""
 HOLD_S = 30.0
 """How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
+SWITCH_WAIT_S = 2.0
+"""How long a command waits for the state of the board's switch; the agent goes on."""
 _FLICKERING = frozenset({"power", "heat", "load", "network"})
 
 
@@ -268,6 +270,14 @@ class ConditionGate:
             read_s, boot_s = self._coordinator_s
             self._usage.set_forward(read_s + self._clocks.boot_time() - boot_s - self._clocks.wall())
 
+    def pause(self, seconds: float | None) -> None:
+        """Lets the board train nothing for so long; None is until `resume`."""
+        save_pause(self._folder, seconds, self._clocks)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        clear_pause(self._folder)
+
     def describe_budgets(self) -> dict[str, str]:
         """Returns used and limit of every budget, for people."""
         with self._lock:
@@ -275,7 +285,12 @@ class ConditionGate:
             return self._get_usage().describe(self._conditions) if self._conditions.budgets else {}
 
     def list_unknown(self, conditions: Conditions) -> list[str]:
-        """Returns the conditions that could never hold, as this board does not know what they ask."""
+        """Returns the conditions that could never hold, as this board does not know what they ask.
+
+        Raises:
+            ConfigError: the topic, login or authority of a switch is none.
+        """
+        self._set_switch(conditions)
         facts = self._facts.read(conditions)
         missing = []
         if conditions.max_temperature_c is not None and facts.temperature_c is None:
@@ -346,11 +361,15 @@ class ConditionGate:
         self._file_fault, self._held = "", {}
         try:
             self._conditions = load_conditions(self._folder)
+            self._set_switch(self._conditions)
         except ConfigError as error:
             self._file_fault = f"{CONDITIONS_FILE}: {error}"
             log.warning("%s; it trains nothing until that is mended", self._file_fault)
         if self._work is None:
             self._begin_measuring()
+
+    def _set_switch(self, conditions: Conditions) -> None:
+        self._facts.set_switch(conditions.switch, wait_s=0.0 if self._is_agent else SWITCH_WAIT_S)
 
     def _has_changed(self, name: str) -> bool:
         try:

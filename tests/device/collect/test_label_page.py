@@ -18,10 +18,11 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.device.collect import label_server
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, open_file_store
-from edgefl.device.collect.label_page import LabelServer
+from edgefl.device.collect.label_page import LabelServer, TrainingControl
 from edgefl.device.collect.label_queue import FileTarget, LabelQueue, RowTarget, open_target
 from edgefl.device.collect.label_server import LOCK_S, MAX_WRONG, Gate, make_server_context
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.conditions.gate import ConditionGate
 from edgefl.tasks.configured.table import table
 
 pytestmark = pytest.mark.timeout(90)
@@ -87,11 +88,17 @@ class Browser:
         return status
 
 
+def _training(state):
+    state.mkdir()
+    gate = ConditionGate(state, is_agent=False)
+    return TrainingControl(find_blocker=gate.find_owner_blocker, pause=gate.pause, resume=gate.resume)
+
+
 @contextmanager
-def _page(folder, *labels, clock=time.monotonic, tls=None):
+def _page(folder, *labels, clock=time.monotonic, tls=None, training=None):
     target = open_target(folder, 10.0)
     files = target if isinstance(target, FileTarget) else None
-    server = LabelServer(LabelQueue(target, labels), files, Gate(PIN, clock), ("127.0.0.1", 0), tls)
+    server = LabelServer(LabelQueue(target, labels), files, Gate(PIN, clock), ("127.0.0.1", 0), tls, training)
     server.start()
     try:
         yield Browser(server._server.server_address[1])
@@ -129,6 +136,32 @@ def test_files_move_to_the_class_that_is_chosen_and_back_and_may_wait(tmp_path):
         assert "Every example has a label" in browser.text
         assert _classes(folder) == {UNLABELLED: 0, "a <b>": 1, "left": 2}
         assert browser.press(label="../x", key=key) == 400
+
+
+def test_who_stands_beside_the_board_pauses_its_training_and_resumes_it_and_labels_nothing_by_that(tmp_path):
+    training, agent = _training(tmp_path / "state"), ConditionGate(tmp_path / "state")
+    with _page(_pictures(tmp_path / "shard", 1), "whole", training=training) as browser:
+        browser.enter()
+        assert "This board may train" in browser.text
+        assert browser.press(pause="2h") == 303
+        assert "This board does not train: paused on the board, free at " in browser.text
+        assert 7100 < agent.check().free_at_s - time.time() <= 7200
+        assert browser.press(resume=1) == 303
+        assert agent.check() is None
+        assert browser.press(pause="always") == 303
+        assert "This board does not train: paused on the board<" in browser.text
+        assert agent.check().free_at_s is None
+        assert browser.press(pause="3 years") == 400
+        assert browser.ask("POST", "/", {"resume": 1, "token": "of nobody"}) == 403
+        assert agent.check() is not None
+    assert _classes(tmp_path / "shard") == {UNLABELLED: 1}
+
+
+def test_a_board_without_a_fleet_has_no_training_to_pause(tmp_path):
+    with _page(_pictures(tmp_path, 1), "whole") as browser:
+        browser.enter()
+        assert "train" not in browser.text
+        assert browser.press(pause="2h") == 400
 
 
 def test_rows_of_a_time_get_a_label_in_the_file_of_labels_and_lose_it_again(tmp_path):
@@ -227,8 +260,9 @@ def test_what_fails_is_answered_in_words_and_a_bug_is_logged(tmp_path, monkeypat
 def test_twenty_pictures_are_labelled_by_keyboard_on_a_phone_in_half_a_minute_without_a_request_elsewhere(tmp_path):
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 only where there is a browser
 
-    folder, elsewhere = _pictures(tmp_path, 20), []
-    with _page(folder, "left", "whole") as visitor, sync_playwright() as playwright:
+    folder, elsewhere = _pictures(tmp_path / "shard", 20), []
+    training = _training(tmp_path / "state")
+    with _page(folder, "left", "whole", training=training) as visitor, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=PARTS["chromium"].path(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 360, "height": 640})
         own, errors = f"http://127.0.0.1:{visitor.port}/", []
@@ -249,6 +283,10 @@ def test_twenty_pictures_are_labelled_by_keyboard_on_a_phone_in_half_a_minute_wi
                                 "(e) => !(e.innerText || e.ariaLabel || e.alt)).length")  # fmt: skip
         page.keyboard.press("u")
         page.wait_for_selector("text=19 of 20 labelled")
+        page.click("text=Pause training 2 h")
+        page.wait_for_selector("text=paused on the board, free at")
+        page.click("text=Resume training")
+        page.wait_for_selector("text=This board may train")
         browser.close()
     assert [url for url in elsewhere if not url.startswith((own, "data:"))] == []
     assert len(elsewhere) > 40
