@@ -26,8 +26,8 @@ MAX_SPANS, MAX_INTERFACES = 24, 16
 MAX_REASON_CHARS, MAX_RUN_CHARS = 200, 120
 CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
 """Of a battery beside external power; `Not charging` is full enough."""
-USE_KINDS = ("traffic", "processor", "energy")
-"""What budgets count: bytes, processor seconds, joules."""
+USE_KINDS = ("traffic", "processor", "energy", "written")
+"""What budgets count: bytes, processor seconds, joules, and bytes."""
 _SPAN = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]?\d|2[0-3]):([0-5]\d)|(24):(00))", re.ASCII)
 _INTERFACE = re.compile(r"[!-~]{1,15}", re.ASCII)
 _SEARCH_DAYS, _SEARCH_STEP_S, _DAY_S = 9, 900, 86_400
@@ -53,11 +53,13 @@ class Budget:
         traffic_mb: megabytes of models, updates and bases, both ways.
         processor_s: processor seconds, of all cores together.
         energy_j: joules of the whole board while it works.
+        written_mb: megabytes that the agent writes to the card, models and bases included.
     """
 
     traffic_mb: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e8})
     processor_s: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e9})
     energy_j: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e12})
+    written_mb: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e8})
 
     @property
     def limits(self) -> dict[str, float]:
@@ -66,6 +68,7 @@ class Budget:
             "traffic": None if self.traffic_mb is None else self.traffic_mb * 1e6,
             "processor": self.processor_s,
             "energy": self.energy_j,
+            "written": None if self.written_mb is None else self.written_mb * 1e6,
         }
         return {kind: limit for kind, limit in limits.items() if limit is not None}
 

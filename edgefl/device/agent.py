@@ -440,7 +440,7 @@ class Agent:
             get_only_masked=lambda: state.settings.only_masked,
             check_conditions=self._gate.require,
             get_yields=lambda: self._gate.conditions.yields,
-            charge_traffic=self._gate.charge_traffic,
+            charge_traffic=self._gate.charge_file,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

@@ -164,6 +164,8 @@ class SimulatedConditions:
         """
         if owners.switch is not None:
             raise ConfigError(f"profile {name}: conditions.switch: simulated boards have no switch; leave it out")
+        if any("written" in limits for limits in owners.budgets.values()):
+            raise ConfigError(f"profile {name}: conditions: written_mb is not simulated; leave it out")
         if owners.interfaces or self._run.interfaces:
             raise ConfigError(
                 "conditions.interfaces: simulated boards have no network interfaces; use unmetered, and the trace "

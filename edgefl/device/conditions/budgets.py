@@ -29,8 +29,9 @@ USAGE_FILE = "budgets.json"
 PERIODS = ("day", "month")
 MAX_SKEW_S = 300.0
 """By how much the clocks of board and coordinator may differ where they agree."""
-FIRST_MARGINS: Mapping[str, float] = {"traffic": 2.0 * INLINE_BODY_BYTES, "processor": 5.0, "energy": 50.0}
-"""What the first step of a work may use: bytes both ways, processor seconds, joules."""
+FIRST_MARGINS: Mapping[str, float] = {"traffic": 2.0 * INLINE_BODY_BYTES, "processor": 5.0, "energy": 50.0,
+                                     "written": 1e6}  # fmt: skip
+"""What the first step of a work may use: bytes both ways, processor seconds, joules, bytes written."""
 MARGIN_DECAY = 0.95
 SLICE = 8.0
 """How many steps are charged ahead at once, so that the card is written seldom."""
@@ -43,7 +44,7 @@ MAX_TIME_S = 1e11
 ALL = 1e17
 """What is used where the file is damaged."""
 _UNITS: Mapping[str, tuple[float, str]] = {"traffic": (1e6, "MB"), "processor": (1.0, "processor seconds"),
-                                           "energy": (1.0, "joules")}  # fmt: skip
+                                           "energy": (1.0, "joules"), "written": (1e6, "MB written")}  # fmt: skip
 
 
 def read_boot_time_s() -> float:
@@ -110,7 +111,7 @@ class BudgetUsage:
 
         Args:
             conditions: with the budgets.
-            needed: bytes, processor seconds and joules of the next step; those of the largest so far for None.
+            needed: what the next step uses, by `USE_KINDS`; those of the largest so far for None.
         """
         if not conditions.budgets:
             return None
@@ -219,7 +220,7 @@ class BudgetUsage:
             self._anchor_s, self._is_new_boot = time_s + self._anchor_boot_s - boot_s, False
         else:
             self._anchor_s = max(self._anchor_s, time_s)
-        margins = {kind: _parse_amount(value["margins"][kind]) for kind in USE_KINDS}
+        margins = {kind: _parse_amount(value["margins"].get(kind, first)) for kind, first in FIRST_MARGINS.items()}
         self._used, self._period, self._margins = used, period, margins
 
     def _save(self, ahead: dict[str, float]) -> None:

@@ -86,6 +86,18 @@ class FactReader:
         """Returns the board's power in watts; None where it is not known."""
         return read_power_w(self._board)
 
+    def read_written_bytes(self) -> float | None:
+        """Returns the bytes that this process and all below it have written to disks; None where it is not known.
+
+        Of a process of another user they count once it has ended.
+        """
+        total: float | None = None
+        for process in self._list_own_processes():
+            lines = (read_text(self._board.root / "proc" / process / "io") or "").splitlines()
+            for count in (parse_int(line.partition(":")[2]) for line in lines if line.startswith("write_bytes:")):
+                total = (total or 0.0) + (count or 0)
+        return total
+
     def _measure_other_load(self) -> float | None:
         """Returns the share of all cores that other processes had since the last reading."""
         counters = read_cpu_counters(self._board.root)
@@ -105,15 +117,20 @@ class FactReader:
         return self._other_load
 
     def _read_own_ticks(self) -> int:
-        proc = self._board.root / "proc"
-        processes, ticks = ["self"], 0
-        for process in processes:  # grows meanwhile
-            fields = (read_text(proc / process / "stat") or "").rpartition(")")[2].split()
+        ticks = 0
+        for process in self._list_own_processes():
+            fields = (read_text(self._board.root / "proc" / process / "stat") or "").rpartition(")")[2].split()
             ticks += sum(parse_int(field) or 0 for field in fields[11:15])
+        return ticks
+
+    def _list_own_processes(self) -> list[str]:
+        """Returns the folders below /proc of this process and those below it."""
+        proc, processes = self._board.root / "proc", ["self"]
+        for process in processes:  # grows meanwhile
             tasks = sorted((proc / process / "task").glob("*/children"))[:MAX_PROCESSES]
             children = [child for task in tasks for child in (read_text(task) or "").split() if child.isdecimal()]
             processes += children[: MAX_PROCESSES - len(processes)]
-        return ticks
+        return processes
 
     def _is_metered(self, interface: str) -> bool | None:
         """Returns what NetworkManager says, or the interface's name; None where NetworkManager runs and is silent."""

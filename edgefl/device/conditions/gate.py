@@ -104,6 +104,7 @@ class ConditionGate:
         self._checked_s = -CHECK_INTERVAL_S
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
         self._step_use: dict[str, float] = {}
+        self._written_bytes: float | None = None
         self._blocker: Blocker | None = None
         self._is_working = False
         self._work: tuple[float, float, float | None] | None = None
@@ -222,13 +223,29 @@ class ConditionGate:
             ConditionsEndedError: it does not fit into a budget.
         """
         with self._lock:
-            if "traffic" not in {kind for limits in self._conditions.budgets.values() for kind in limits}:
+            if not _has_budget(self._conditions, "traffic"):
                 return
             self.require_traffic(num_bytes)
             self._charge({"traffic": float(num_bytes)})
             blocker = self._make_fault_blocker()
             if blocker is not None:
                 raise ConditionsEndedError(blocker.reason, blocker)
+
+    def charge_file(self, num_bytes: int) -> None:
+        """Charges a file that is fetched and written to disk, before that begins.
+
+        Raises:
+            ConditionsEndedError: it does not fit into a budget.
+        """
+        with self._lock:
+            use = {"written": float(num_bytes)}
+            if _has_budget(self._conditions, "written") and (blocker := self._find_used_budget(use)) is not None:
+                raise ConditionsEndedError(blocker.reason, blocker)
+            self.charge_traffic(num_bytes)
+            if _has_budget(self._conditions, "written"):
+                self._charge(use)
+                # The kernel will count the same bytes.
+                self._written_bytes = (self._written_bytes or 0.0) + num_bytes
 
     def require_network(self) -> None:
         """Judges the network alone, for what is finished and may be sent after its hours.
@@ -295,8 +312,10 @@ class ConditionGate:
         missing = []
         if conditions.max_temperature_c is not None and facts.temperature_c is None:
             missing.append("max_temperature_c: it has no temperature sensor")
-        if any("energy" in limits for limits in conditions.budgets.values()) and self._facts.read_power_w() is None:
+        if _has_budget(conditions, "energy") and self._facts.read_power_w() is None:
             missing.append("energy_j: it has no power sensor")
+        if _has_budget(conditions, "written") and self._facts.read_written_bytes() is None:
+            missing.append("written_mb: its kernel does not count what is written")
         return missing
 
     def _find_owner_blocker(self) -> Blocker | None:
@@ -315,15 +334,15 @@ class ConditionGate:
         found: list[Blocker | None] = []
         self._try(lambda usage: found.append(usage.find_blocker(self._conditions, needed=needed)))
         if found and found[0] is None and needed is None:
-            return self._find_unknown_energy()
+            return self._find_unknown_use()
         return found[0] if found else self._make_fault_blocker()
 
-    def _find_unknown_energy(self) -> Blocker | None:
-        if all("energy" not in limits for limits in self._conditions.budgets.values()):
-            return None
-        if self._facts.read_power_w() is not None:
-            return None
-        return Blocker(kind="budget", reason="its power is not known, so its energy cannot be counted")
+    def _find_unknown_use(self) -> Blocker | None:
+        if _has_budget(self._conditions, "energy") and self._facts.read_power_w() is None:
+            return Blocker(kind="budget", reason="its power is not known, so its energy cannot be counted")
+        if _has_budget(self._conditions, "written") and self._facts.read_written_bytes() is None:
+            return Blocker(kind="budget", reason="its kernel does not count what is written")
+        return None
 
     def _hold(self, whose: str, blocker: Blocker | None) -> Blocker | None:
         boot_s = self._clocks.boot_time()
@@ -367,6 +386,8 @@ class ConditionGate:
             log.warning("%s; it trains nothing until that is mended", self._file_fault)
         if self._work is None:
             self._begin_measuring()
+        if self._written_bytes is None:
+            self._measure_written()
 
     def _set_switch(self, conditions: Conditions) -> None:
         self._facts.set_switch(conditions.switch, wait_s=0.0 if self._is_agent else SWITCH_WAIT_S)
@@ -391,7 +412,17 @@ class ConditionGate:
         """Charges the first step of a work ahead, where there are budgets."""
         if self._is_working and self._conditions.budgets:
             self._work = self._measure()
-            self._charge({"processor": 0.0, "energy": 0.0})
+            self._charge({"processor": 0.0, "energy": 0.0, **self._measure_written()})
+
+    def _measure_written(self) -> dict[str, float]:
+        """Returns what was written since this was asked last, or since there is a budget of it."""
+        if not _has_budget(self._conditions, "written"):
+            self._written_bytes = None
+            return {}
+        present, former = self._facts.read_written_bytes() or 0.0, self._written_bytes
+        # A file that was charged ahead is not written yet.
+        self._written_bytes = present if former is None else max(present, former)
+        return {"written": self._written_bytes - (self._written_bytes if former is None else former)}
 
     def _measure(self) -> tuple[float, float, float | None]:
         return self._clocks.boot_time(), self._facts.read_processor_s(), self._facts.read_power_w()
@@ -404,7 +435,7 @@ class ConditionGate:
         now_s, processor_s, power_w = self._work
         powers = [power for power in (former_w, power_w) if power is not None]
         energy_j = max(powers, default=0.0) * (now_s - since_s)
-        used = {"processor": max(0.0, processor_s - former_s), "energy": energy_j}
+        used = {"processor": max(0.0, processor_s - former_s), "energy": energy_j, **self._measure_written()}
         self._step_use = {kind: self._step_use.get(kind, 0.0) + amount for kind, amount in used.items()}
         self._charge(used)
 
@@ -429,6 +460,10 @@ class ConditionGate:
             self._store_fault = f"its budgets cannot be kept: {error}"[:200]
         else:
             self._store_fault = ""
+
+
+def _has_budget(conditions: Conditions, kind: str) -> bool:
+    return any(kind in limits for limits in conditions.budgets.values())
 
 
 def load_conditions(folder: Path) -> Conditions:

@@ -207,3 +207,14 @@ def test_a_full_card_is_said_until_the_use_is_on_disk(board, full_card):
     assert board.usage.describe(PROCESSOR)["processor a day"].startswith("2")
     board.usage.charge(PROCESSOR, {"processor": 80.0})
     assert not board.is_free()
+
+
+def test_the_file_of_an_agent_that_counted_fewer_kinds_is_read_as_it_is(board):
+    board.usage.charge(PROCESSOR, {"processor": 3.0})
+    board.usage.settle(PROCESSOR)
+    value = json.loads((board.folder / USAGE_FILE).read_text())
+    for amounts in (value["margins"], *value["used"].values()):
+        amounts.pop("written", None)
+    (board.folder / USAGE_FILE).write_text(json.dumps(value))
+    board.start()
+    assert board.usage.describe(PROCESSOR)["processor a day"] == "3 of 100 processor seconds"

@@ -238,6 +238,48 @@ def test_a_transfer_that_does_not_fit_into_the_budget_does_not_begin(board):
     assert board.get_reason() == ""
 
 
+WRITTEN = b'[conditions]\nzone = "UTC"\n[conditions.day]\nwritten_mb = 10\n'
+
+
+def test_what_is_written_to_disk_counts_from_the_budget_on_and_ends_work_before_it_is_passed(board):
+    def write(own, child=0):
+        plant(board.root, {"proc/self/io": f"rchar: 7\nwrite_bytes: {own}\ncancelled_write_bytes: 5\n"})
+        plant(board.root, {"proc/self/task/7/children": "8 ", "proc/8/io": f"write_bytes: {child}\n"})
+
+    write(900_000_000)
+    save_conditions(board.folder, WRITTEN)
+    assert board.get_reason() == ""
+    with board.gate.work():
+        write(901_000_000, child=2_000_000)
+        board.wait(1)
+        board.gate.require()
+    assert board.gate.describe_budgets() == {"written a day": "3 of 10 MB written"}
+    write(902_000_000, child=2_000_000)  # between works, counted with the next
+    with board.gate.work():
+        pass
+    assert board.gate.describe_budgets() == {"written a day": "4 of 10 MB written"}
+    with pytest.raises(ConditionsEndedError, match="its 10 MB written of this day are used up"):
+        board.gate.charge_file(6_500_000)
+    board.gate.charge_file(1_500_000)
+    write(903_500_000, child=2_000_000)  # the file that was charged
+    with board.gate.work():
+        pass
+    assert board.gate.describe_budgets() == {"written a day": "5.5 of 10 MB written"}
+    board.start()
+    assert board.gate.describe_budgets() == {"written a day": "5.5 of 10 MB written"}
+    with board.gate.work():
+        write(908_000_000, child=2_000_000)
+        board.wait(1)
+        with pytest.raises(ConditionsEndedError, match="used up"):
+            board.gate.require()
+
+
+def test_where_the_kernel_does_not_count_what_is_written_a_budget_of_it_lets_nothing_be_trained(board):
+    save_conditions(board.folder, WRITTEN)
+    assert board.get_reason() == "its kernel does not count what is written"
+    assert board.gate.list_unknown(board.gate.conditions) == ["written_mb: its kernel does not count what is written"]
+
+
 def test_processor_seconds_of_a_work_are_charged_and_end_it(board):
     save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n[conditions.day]\nprocessor_s = 60\n')
     ticks = 0
