@@ -91,6 +91,9 @@ class Board(FactReader):
     overrun_s: float = 0.0
     numbers: dict[str, tuple[int, float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        FactReader.__init__(self)
+
     @property
     def clocks(self) -> Clocks:
         return Clocks(boot_id=str(self.boots), wall=lambda: self.true_s + self.skew_s, boot_time=lambda: self.up_s)

@@ -16,7 +16,7 @@ import click
 
 from edgefl.cli.output import FullHelpGroup, echo, text_format_option
 from edgefl.cli.sources import NumberRange, allow_module_option, state_option, warn_visible_secret
-from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
+from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, NotJoinedError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
 from edgefl.core.safe_parsing import parse_json
 
@@ -499,14 +499,22 @@ def stats(place: str, root: Path | None, style: str) -> None:
 
 
 def find_shard_folder(place: str, root: Path | None) -> Path:
-    """Returns a folder that is given by its path, or else as that of a task's shard.
+    """Returns a folder that is given by its path, or that of a task's shard; one without a slash comes after those.
 
     Raises:
         NotFoundError: this device has no shard for the task.
+        NotJoinedError: it belongs to no fleet, and there is no such folder.
     """
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    return Path(place) if "/" in place else Path(_find_shard(DeviceStateDir.load(root), place))
+    if "/" in place:
+        return Path(place)
+    try:
+        return Path(_find_shard(DeviceStateDir.load(root), place))
+    except (NotFoundError, NotJoinedError):
+        if Path(place).is_dir():
+            return Path(place)
+        raise
 
 
 def _find_shard(state: DeviceStateDir, task: str) -> str:

@@ -62,16 +62,26 @@ def _parse_conditions(_context: click.Context, _option: click.Parameter, values:
 
 @click.command()
 @click.argument("place", metavar="TASK|FOLDER")
+@click.option(
+    "--drift",
+    "days",
+    type=NumberRange(0.001, 36_600),
+    metavar="DAYS",
+    help="Compare the newest days with all before, column by column.",
+)
 @state_option
 @text_format_option
-def show(place: str, root: Path | None, style: str) -> None:
+def show(place: str, days: float | None, root: Path | None, style: str) -> None:
     """Print what lies in a collected shard: classes, times, the newest examples, and which runs have used it."""
-    from edgefl.device.collect.shard_contents import read_contents  # noqa: PLC0415 fast start
+    from edgefl.device.collect.shard_contents import measure_recent_drift, read_contents  # noqa: PLC0415 fast start
 
     folder = find_shard_folder(place, root)
     contents, uses = read_contents(folder), _find_uses(folder, root, -math.inf)
+    drift = None if days is None else measure_recent_drift(folder, days)
     if style == "json":
         facts = {"folder": str(folder), **asdict(contents), "uses": [asdict(use) for use in uses]}
+        if drift is not None:
+            facts["drift"] = [asdict(column) for column in drift]
         click.echo(json.dumps({"v": 1, **facts}))
         return
     echo(f"{folder}: {contents.total.num} {contents.kind}{_format_span(contents.total)}")
@@ -84,6 +94,9 @@ def show(place: str, root: Path | None, style: str) -> None:
         echo(f"  span {number}: {times.num} rows{_format_span(times)}")
     for line in contents.examples:
         echo(f"  newest: {line}")
+    for found in drift or []:
+        ks = "" if found.ks is None else f", ks {found.ks:.2f}"
+        echo(f"  drift of {found.name}: psi {found.psi:.2f}{ks}, {found.num_reference} then, {found.num_newer} now")
     _print_uses(uses)
 
 

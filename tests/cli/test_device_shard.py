@@ -53,6 +53,34 @@ def test_what_lies_in_a_shard_of_rows_and_of_files_is_shown(run, tmp_path):
     assert run("device", "shard", "show", tmp_path).code == 40
 
 
+def test_the_drift_of_the_newest_days_is_that_of_each_column_to_all_before(run, refused, tmp_path, monkeypatch):
+    day_s, folder = 86_400.0, tmp_path / "room"
+    with open_row_store(folder, ("temp", "still", "who"), LIMITS) as store:
+        rows = [
+            Row(number * day_s / 10, (number % 10 + (5.0 if number >= 300 else 0.0), 1.0, "ada"), 1)
+            for number in range(400)
+        ]
+        store.commit(rows, {}, {}, 0.0)
+    monkeypatch.chdir(tmp_path)
+    told = json.loads(run("device", "shard", "show", "room", "--drift", "9.95", "--format", "json").out)["drift"]
+    assert [(column["name"], column["num_reference"], column["num_newer"]) for column in told] == [
+        ("temp", 300, 100), ("still", 300, 100), ("who", 300, 100),
+    ]  # fmt: skip
+    assert told[0]["psi"] > 1
+    assert told[0]["ks"] == pytest.approx(0.5)
+    assert [(column["psi"], column["ks"]) for column in told[1:]] == [(0.0, 0.0), (0.0, None)]
+    assert "drift of temp: psi " in run("device", "shard", "show", "room", "--drift", "9.95").out
+    refused(["device", "shard", "show", "room", "--drift", "50"], 4, "nothing older than the newest 50 days")
+    with open_file_store(tmp_path / "birds", LIMITS, "oldest") as store:
+        for number in range(20):
+            store.add(b"%d" % number, "robin" if number < 10 else "wren", ".png", number * day_s)
+        store.commit(store.state, 0.0)
+    (classes,) = json.loads(run("device", "shard", "show", "birds", "--drift", "9.5", "--format", "json").out)[
+        "drift"
+    ]
+    assert (classes["name"], classes["ks"], classes["psi"] > 1) == ("label", None, True)
+
+
 def test_what_is_forgotten_is_asked_about_and_the_runs_that_used_it_are_named(run, joined, tmp_path, monkeypatch):
     _fill(tmp_path / "room")
     settings = json.loads((joined / "device.json").read_text())

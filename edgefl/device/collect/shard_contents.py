@@ -1,23 +1,33 @@
-"""Contents of a collected shard: how much there is of which class and when, and its newest examples."""
+"""Contents of a collected shard: how much there is of which class and when, its newest examples, and its drift."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgefl.core.errors import NotFoundError
+from edgefl.core.errors import DataError, NotFoundError
+from edgefl.core.types import derive_rng
 from edgefl.device.collect.file_store import UNLABELLED, list_class_files, list_files, read_file_time
 from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows
 from edgefl.device.collect.store_state import StoreState, read_store_state
 from edgefl.system.row_labels import LabelKind, read_row_labels
 
+if TYPE_CHECKING:
+    from edgefl.tasks.datasets.drift import ColumnDrift
+
 MAX_VALUES = 50
 """Different texts of a column that counts as one of classes."""
 WEAK = "weak label"
 NUM_SPANS, NUM_EXAMPLES = 10, 3
+MAX_COMPARED = 20_000
+"""Examples of each side of a drift: a random sample of more."""
+DAY_S = 86_400.0
 _HIDDEN = frozenset({"span", "check"})
+_EVERYTHING = ForgetRequest(since_s=0.0, until_s=math.inf)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +89,64 @@ def count_weak(folder: Path, state: StoreState) -> dict[str, int]:
     else:
         times = [read_file_time(file) for file in list_class_files(folder, UNLABELLED)]
     return dict(sorted(Counter(filter(None, labels.find_weak(times))).items()))
+
+
+def measure_recent_drift(folder: Path, days: float) -> list[ColumnDrift]:
+    """Returns the drift of the newest days to all before, the column with the largest index first.
+
+    Of rows each column is one, texts and labels by their share; of files their classes are the one column.
+
+    Args:
+        folder: of the shard.
+        days: before its newest example, above 0.
+
+    Raises:
+        NotFoundError: no collector has written into it.
+        StoreError: its state, or a segment, cannot be read.
+        DataError: all of it is newer.
+    """
+    state = require_state(folder)
+    last_s = max(_list_times(folder, state, _EVERYTHING), default=0.0)
+    sides = _sample_sides(folder, state, last_s - days * DAY_S)
+    if not all(sides):
+        raise DataError(f"{folder} has nothing older than the newest {days:g} days, so there is nothing to compare")
+    names = [name for name in sides[0][0] if name not in {"time", *_HIDDEN}]
+    found = [_compare_cells(name, *([row.get(name, "") for row in side] for side in sides)) for name in names]
+    return sorted(found, key=lambda column: -column.psi)
+
+
+def _sample_sides(folder: Path, state: StoreState, cut_s: float) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Returns cells by column of examples up to a time, and of those after it; at most `MAX_COMPARED` of each."""
+    sides: tuple[list[dict[str, str]], list[dict[str, str]]] = [], []
+    counts, rng = [0, 0], derive_rng("drift", "sample")
+    rows: Iterable[tuple[float, dict[str, str]]] = (
+        iterate_rows(folder, state)
+        if state.columns
+        else ((read_file_time(file), {LABEL: file.label}) for file in list_files(folder))
+    )
+    for time_s, row in rows:
+        place = int(time_s > cut_s)
+        counts[place] += 1
+        if len(sides[place]) < MAX_COMPARED:
+            sides[place].append(row)
+        elif (index := int(rng.integers(counts[place]))) < MAX_COMPARED:
+            sides[place][index] = row
+    return sides
+
+
+def _compare_cells(name: str, reference: Sequence[str], newer: Sequence[str]) -> ColumnDrift:
+    """Returns the drift of a column: of numbers, or of texts by their counts."""
+    import numpy as np  # noqa: PLC0415 fast start
+
+    from edgefl.tasks.datasets.drift import ColumnDrift, compute_index, compute_ks, compute_psi  # noqa: PLC0415
+
+    sizes = {"num_reference": len(reference), "num_newer": len(newer)}
+    if name != LABEL and all(_is_number(cell) for cell in {*reference, *newer} if cell):
+        then, now = (np.array([float(cell or "nan") for cell in side]) for side in (reference, newer))
+        return ColumnDrift(name=name, **sizes, psi=compute_psi(then, now), ks=compute_ks(then, now))
+    texts = sorted({*reference, *newer})
+    then, now = (np.array([count[text] for text in texts]) for count in (Counter(reference), Counter(newer)))
+    return ColumnDrift(name=name, **sizes, psi=compute_index(then, now), ks=None)
 
 
 def count_forgotten(folder: Path, request: ForgetRequest) -> Times:
