@@ -274,6 +274,15 @@ def test_what_is_written_to_disk_counts_from_the_budget_on_and_ends_work_before_
             board.gate.require()
 
 
+def test_what_was_written_before_a_budget_that_comes_within_a_work_does_not_count(board):
+    plant(board.root, {"proc/self/io": "write_bytes: 900000000\n"})
+    with board.gate.work():
+        save_conditions(board.folder, WRITTEN)
+        board.wait(1)
+        board.gate.require()
+    assert board.gate.describe_budgets() == {"written a day": "0 of 10 MB written"}
+
+
 def test_where_the_kernel_does_not_count_what_is_written_a_budget_of_it_lets_nothing_be_trained(board):
     save_conditions(board.folder, WRITTEN)
     assert board.get_reason() == "its kernel does not count what is written"
