@@ -42,6 +42,7 @@ SelectionRule = Literal["uniform", "utility"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
 PrivacyUnit = Literal["device", "example"]
+PrivacyMechanism = Literal["gaussian", "dp-ftrl"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
@@ -306,6 +307,10 @@ class GuardSection:
     max_weight_ratio: float = field(default=2.0, metadata={"at_least": 0})
 
 
+_OF_DEVICES = {"first_clip", "quantile", "sampling", "boards", "mechanism", "separation", "participations"}
+"""Settings of `[privacy]` that mean nothing where examples are private."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySection:
     """`[privacy]`: differential privacy of each device, or of each example, in the models; without `unit`, none.
@@ -325,6 +330,11 @@ class PrivacySection:
             `[devices]` says, and counts as if every device was in every round.
         boards: how many devices are expected; the sum of a round is divided by this (times `sampling`), whoever
             answers. None for `devices.count`.
+        mechanism: of devices, how the noise of rounds goes together: `gaussian` draws it anew in each, `dp-ftrl`
+            correlates it, so that sums over rounds have little, and bounds how often a device takes part.
+        separation: with `dp-ftrl`, least rounds from one participation of a device to its next.
+        participations: with `dp-ftrl`, most of a device in the run; None for as many as separation and `run.rounds`
+            allow.
     """
 
     unit: PrivacyUnit | None = None
@@ -336,6 +346,9 @@ class PrivacySection:
     noise: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
     sampling: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     boards: int | None = field(default=None, metadata={"at_least": 1, "at_most": 10_000_000})
+    mechanism: PrivacyMechanism = "gaussian"
+    separation: int | None = field(default=None, metadata={"at_least": 1, "at_most": 1_000_000})
+    participations: int | None = field(default=None, metadata={"at_least": 1, "at_most": 1_000_000})
 
     def __post_init__(self) -> None:
         if self.unit is None:
@@ -347,6 +360,31 @@ class PrivacySection:
                 raise ConfigError(f'privacy.{name} is missing: it is needed with unit = "{self.unit}"')
         if self.unit == "example":
             self._check_example()
+        elif self.mechanism == "dp-ftrl":
+            self._check_correlated()
+        elif found := [name for name in ("separation", "participations") if getattr(self, name) is not None]:
+            raise ConfigError(
+                f'privacy.{found[0]} must be left out with mechanism = "gaussian", got {getattr(self, found[0])}: it '
+                'counts each board in every round; take mechanism = "dp-ftrl"'
+            )
+
+    def _check_correlated(self) -> None:
+        faults = Faults()
+        if self.sampling is not None:
+            faults.messages.append(
+                f'privacy.sampling must be left out with mechanism = "dp-ftrl", got {self.sampling:g}: limits of '
+                "participation take its place"
+            )
+        if self.clip == "adaptive":
+            faults.messages.append(
+                'privacy.clip must be a number with mechanism = "dp-ftrl": noise of several rounds has one scale'
+            )
+        if self.separation is None:
+            faults.messages.append(
+                'privacy.separation is missing: with mechanism = "dp-ftrl" it is the least rounds from one '
+                "participation of a board to its next"
+            )
+        faults.check()
 
     def _check_example(self) -> None:
         if self.clip == "adaptive":
@@ -354,9 +392,7 @@ class PrivacySection:
                 'privacy.clip must be a number with unit = "example": most norm of an example\'s gradient'
             )
         for item in fields(self):
-            if item.name in {"first_clip", "quantile", "sampling", "boards"} and (
-                (found := getattr(self, item.name)) != item.default
-            ):
+            if item.name in _OF_DEVICES and ((found := getattr(self, item.name)) != item.default):
                 raise ConfigError(
                     f'privacy.{item.name} must be left out with unit = "example", got {found}: it is of devices'
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,8 @@ from edgefl.core.errors import ConfigError, MissingPackageError, format_install_
 
 NOISE_TOLERANCE = 1e-4
 """Of a noise multiplier that is found for a budget; the one found is never too small."""
+MAX_COUNTED = 1_000_000
+"""Releases up to which it is counted how many fit into a budget."""
 
 
 @cache
@@ -72,18 +74,43 @@ def find_noise(epsilon: float, delta: float, sampling: float | None, releases: i
     return float(noise)
 
 
-def count_releases(epsilon: float, delta: float, sampling: float | None, noise: float) -> int:
-    """Returns how many releases fit into a budget; at most a million."""
+@cache
+def compute_gaussian_epsilon(noise: float, delta: float) -> float:
+    """Returns ε at `delta` of a single Gaussian mechanism, exactly; correlated noise of all rounds together is one.
 
-    def is_within(number: int) -> bool:
-        return compute_epsilon(noise, delta, sampling, number, 0) <= epsilon
+    Args:
+        noise: standard deviation over sensitivity.
+        delta: δ.
 
+    Raises:
+        MissingPackageError: dp-accounting is not installed.
+
+    Source: Balle and Wang, Improving the Gaussian Mechanism for Differential Privacy, ICML 2018.
+    """
+    return float(import_accounting().get_epsilon_gaussian(noise, delta))
+
+
+@cache
+def find_gaussian_noise(epsilon: float, delta: float) -> float:
+    """Returns the least standard deviation over sensitivity of a single Gaussian mechanism within a budget."""
+    return float(import_accounting().get_sigma_gaussian(epsilon, delta))
+
+
+def count_releases(compute: Callable[[int], float], epsilon: float) -> int:
+    """Returns how many releases fit into a budget; at most `MAX_COUNTED`.
+
+    Args:
+        compute: number of releases -> ε that they spend.
+        epsilon: the budget.
+    """
     low, high = 0, 1
-    while high < 1_000_000 and is_within(high):
-        low, high = high, 2 * high
+    while high < MAX_COUNTED and compute(high) <= epsilon:
+        low, high = high, min(MAX_COUNTED, 2 * high)
+    if high == MAX_COUNTED and compute(high) <= epsilon:
+        return high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if is_within(middle) else (low, middle)
+        low, high = (middle, high) if compute(middle) <= epsilon else (low, middle)
     return low
 
 

@@ -8,6 +8,9 @@ updates, of halves with a sign, changes by 1/2.
 The noise comes from a key of the operating system and the sum itself: a replay repeats it, and another sum of the
 same version gets other noise, which counts as another release. Both are saved before a model leaves `release`.
 
+With correlated noise (DP-FTRL) it comes from the key, the number of the beginning and that of the round in it.
+Another sum of a version that was released begins the noise anew, and participations of devices count on.
+
 Source: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, fixed denominator;
 adaptive clipping: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
 """
@@ -17,13 +20,15 @@ from __future__ import annotations
 import hmac
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from edgefl.core.errors import PrivacyBudgetError
 from edgefl.core.types import Array, Tensors
+from edgefl.strategies.correlated_noise import CorrelatedNoise
 from edgefl.strategies.update_guard import compute_norm
 
 KEY_BYTES = 32
@@ -60,6 +65,10 @@ class PrivacySpend:
         newest: highest version that was released.
         repeatable: up to this version a replay comes to the same sums.
         releases: version -> its last release; the newest `KEPT_RELEASES`.
+        restarts: with correlated noise, numbers of releases at which it began anew.
+        start: version behind which it began last.
+        bands: of it, from the first release on.
+        participations: with correlated noise, device -> number of its updates that went into a release.
     """
 
     key: bytes
@@ -68,6 +77,26 @@ class PrivacySpend:
     newest: int = 0
     repeatable: int = 0
     releases: dict[int, Release] = field(default_factory=dict)
+    restarts: tuple[int, ...] = ()
+    start: int = 0
+    bands: int = 0
+    participations: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All releases."""
+        return self.sampled + self.repeated
+
+    def list_segments(self, total: int) -> tuple[int, ...]:
+        """Returns how many of the first releases belong to each beginning of the correlated noise."""
+        marks = (0, *(mark for mark in self.restarts if mark < total), total)
+        return tuple(end - start for start, end in pairwise(marks))
+
+    def restart_noise(self, version: int) -> None:
+        """Records that the correlated noise begins anew behind a version."""
+        if self.total > max(self.restarts, default=0):
+            self.restarts += (self.total,)
+        self.start = version
 
     def count_with(self, version: int) -> tuple[int, int]:
         """Returns the first and the repeated releases, with another one of a version."""
@@ -82,8 +111,14 @@ class SpendRecorder:
     spend: PrivacySpend
     save: Callable[[PrivacySpend], None] = lambda _: None
 
-    def record(self, version: int, digest: bytes) -> None:
-        """Records a release, durably; the same sum of the same version is no further one."""
+    def record(self, version: int, digest: bytes, participants: Iterable[str] = ()) -> None:
+        """Records a release, durably; the same sum of the same version is no further one.
+
+        Args:
+            version: that is released.
+            digest: of what is released.
+            participants: devices whose participations are counted.
+        """
         spend, former = self.spend, self.spend.releases.get(version)
         if former is not None and hmac.compare_digest(former.digest, digest):
             return
@@ -92,20 +127,28 @@ class SpendRecorder:
         spend.releases[version] = Release(digest=digest, sampled=spend.sampled, repeated=spend.repeated)
         for old in sorted(spend.releases)[:-KEPT_RELEASES]:
             del spend.releases[old]
+        for device_id in participants:
+            spend.participations[device_id] = spend.participations.get(device_id, 0) + 1
         self.save(spend)
 
     def restart(self, version: int) -> None:
-        """Records that the versions behind this one will be made anew, from other updates."""
-        self.spend.repeatable = min(self.spend.repeatable, version)
-        self.save(self.spend)
+        """Records that the versions behind this one will be made anew, from other updates and with other noise."""
+        spend = self.spend
+        spend.repeatable = min(spend.repeatable, version)
+        spend.restart_noise(version)
+        self.save(spend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateDisplacement:
-    """The released displacement, and the norm of the next round."""
+    """The released displacement, and the norm of the next round.
+
+    `has_new_noise` says that correlated noise began anew, since another sum had been released in its place.
+    """
 
     displacement: dict[str, Array]
     clip: float
+    has_new_noise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +164,7 @@ class PrivateMean:
         sampling: probability with which an idle device takes part; None where it is not drawn.
         compute_epsilon: (first releases, repeated releases) -> ε that they have spent.
         recorder: of this run.
+        correlation: of the noise of rounds with one another, in DP-FTRL; None for independent noise.
     """
 
     first_clip: float
@@ -131,6 +175,7 @@ class PrivateMean:
     sampling: float | None
     compute_epsilon: Callable[[int, int], float]
     recorder: SpendRecorder
+    correlation: CorrelatedNoise | None = None
 
     @property
     def count_noise(self) -> float:
@@ -146,6 +191,11 @@ class PrivateMean:
         if self.quantile is None:
             return self.noise_multiplier
         return 1.0 / math.sqrt(self.noise_multiplier**-2 - (2 * self.count_noise) ** -2)
+
+    @property
+    def bands(self) -> int:
+        """The bands of correlated noise; of what was released, where that began with others. 0 without."""
+        return 0 if self.correlation is None else self.recorder.spend.bands or self.correlation.bands
 
     @property
     def min_expected(self) -> float:
@@ -165,6 +215,14 @@ class PrivateMean:
         is_selected = rng.random(len(available)) < self.sampling
         return [name for name, takes_part in zip(available, is_selected, strict=True) if takes_part]
 
+    def permits(self, participation: tuple[int, int], version: int) -> bool:
+        """Returns whether a device may take part in a version; see `ParticipationLimits.permits`."""
+        return self.correlation is None or self.correlation.limits.permits(participation, version)
+
+    def restore_participations(self) -> dict[str, tuple[int, int]]:
+        """Returns the participations of devices where versions are made anew, with noise that begins anew."""
+        return {name: (count, 0) for name, count in self.recorder.spend.participations.items()}
+
     def can_release(self, version: int) -> bool:
         """Returns whether the budget is enough for a version, which it is where that was released before."""
         return version <= self.recorder.spend.repeatable or self._has_room_for(version)
@@ -183,6 +241,7 @@ class PrivateMean:
         version: int,
         clip: float,
         num_below: float,
+        participants: Sequence[str] = (),
     ) -> PrivateDisplacement:
         """Returns the noisy mean of a round; its spend is recorded before.
 
@@ -192,6 +251,7 @@ class PrivateMean:
             version: that it leads to.
             clip: C of this round.
             num_below: sum of 1/2 for each update below the norm, and -1/2 for the others.
+            participants: the devices whose updates are in the sum.
 
         Raises:
             PrivacyBudgetError: it would pass the budget.
@@ -204,29 +264,72 @@ class PrivateMean:
         # All that a release depends on: the same noise at two scales would give the sum away.
         settings = (clip, scale, num_below, self.count_noise, self.num_expected)
         facts = struct.pack("<8sq5d", b"release", version, *settings)
-        digest = self._digest(facts, *(flat.data for flat in sums.values()))
-        self._record(version, digest)
-        rng = np.random.default_rng(int.from_bytes(self._digest(b"noise", digest)))
+        num_restarts = len(self.recorder.spend.restarts)
+        digest = self._record(version, facts, sums, participants)
+        draw = self._make_draw(digest, version, sum(flat.size for flat in sums.values()))
         displacement = {}
         for name, flat in sums.items():
-            noisy = rng.normal(0.0, scale, flat.size)
+            noisy = scale * draw(flat.size)
             noisy += flat
             noisy /= self.num_expected
             displacement[name] = noisy.reshape(model[name].shape).astype(model[name].dtype, copy=False)
         if self.quantile is not None:
-            share = (num_below + rng.normal(0.0, self.count_noise)) / self.num_expected + 0.5
+            share = (num_below + self.count_noise * float(draw(1)[0])) / self.num_expected + 0.5
             clip *= math.exp(-CLIP_RATE * (min(1.0, max(0.0, share)) - self.quantile))
-        return PrivateDisplacement(displacement=displacement, clip=clip)
+        has_new_noise = self.correlation is not None and len(self.recorder.spend.restarts) > num_restarts
+        return PrivateDisplacement(displacement=displacement, clip=clip, has_new_noise=has_new_noise)
 
-    def _record(self, version: int, digest: bytes) -> None:
-        former = self.recorder.spend.releases.get(version)
-        if (former is None or former.digest != digest) and not self._has_room_for(version):
+    def _record(self, version: int, facts: bytes, sums: Mapping[str, Array], participants: Sequence[str]) -> bytes:
+        """Returns the digest of a release, which is recorded."""
+        spend = self.recorder.spend
+
+        def compute_digest() -> bytes:
+            parts: list[bytes | memoryview] = [facts, *(flat.data for flat in sums.values())]
+            if self.correlation is not None:
+                names = "\0".join(sorted(participants)).encode()
+                parts += [struct.pack("<qq", len(spend.restarts), self.bands), names]
+            return self._digest(*parts)
+
+        digest = compute_digest()
+        former = spend.releases.get(version)
+        if former is not None and hmac.compare_digest(former.digest, digest):
+            return digest
+        if self.correlation is not None and not self._is_next(version):
+            self.recorder.restart(version - 1)  # two sums with one noise would give their difference away
+            digest = compute_digest()
+        if not self._has_room_for(version):
             self.recorder.restart(version - 1)  # what was to be repeated here cannot be
             raise PrivacyBudgetError(
                 f"version {version} would pass the privacy budget of epsilon = {self.epsilon:g}: it was made "
                 "before, from other updates, and a second release counts"
             )
-        self.recorder.record(version, digest)
+        spend.bands = self.bands
+        self.recorder.record(version, digest, () if self.correlation is None else participants)
+        return digest
+
+    def _is_next(self, version: int) -> bool:
+        """Returns whether a version is the next one since the correlated noise began."""
+        spend = self.recorder.spend
+        return version == spend.start + 1 + spend.total - max(spend.restarts, default=0)
+
+    def _make_draw(self, digest: bytes, version: int, size: int) -> Callable[[int], Array]:
+        """Returns what draws standard normal numbers of a release; of correlated ones there are `size`."""
+        if self.correlation is None:
+            return np.random.default_rng(int.from_bytes(self._digest(b"noise", digest))).standard_normal
+        spend = self.recorder.spend
+        source = self._digest(struct.pack("<8sqq", b"matrix", len(spend.restarts), self.bands))
+
+        def make_rng(number: int) -> np.random.Generator:
+            return np.random.default_rng(int.from_bytes(self._digest(source, struct.pack("<q", number))))
+
+        row, position = self.correlation.draw(self.bands, source, version - spend.start, size, make_rng), 0
+
+        def take(number: int) -> Array:
+            nonlocal position
+            position += number
+            return row[position - number : position]
+
+        return take
 
     def _has_room_for(self, version: int) -> bool:
         """Returns whether the budget is enough for another release of a version."""

@@ -8,7 +8,14 @@ from importlib.util import find_spec
 import pytest
 
 from edgefl.core.errors import ConfigError
-from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise, import_accounting
+from edgefl.engine.privacy_accounting import (
+    compute_epsilon,
+    compute_gaussian_epsilon,
+    count_releases,
+    find_gaussian_noise,
+    find_noise,
+    import_accounting,
+)
 
 pytestmark = pytest.mark.skipif(
     find_spec("dp_accounting") is None,
@@ -84,11 +91,25 @@ def test_the_noise_that_is_found_fits_and_hardly_less_would(sampling):
 
 
 def test_releases_that_fit_are_counted():
-    number = count_releases(4.0, 1e-5, None, 3.0)
+    number = count_releases(lambda number: compute_epsilon(3.0, 1e-5, None, number, 0), 4.0)
     assert compute_epsilon(3.0, 1e-5, None, number, 0) <= 4.0 < compute_epsilon(3.0, 1e-5, None, number + 1, 0)
-    assert count_releases(0.01, 1e-5, None, 0.5) == 0
+    assert count_releases(lambda number: compute_epsilon(0.5, 1e-5, None, number, 0), 0.01) == 0
 
 
 def test_a_budget_that_no_noise_keeps_is_refused():
     with pytest.raises(ConfigError, match=r"no noise keeps 1000000 rounds within epsilon = 1e-09"):
         find_noise(1e-9, 1e-9, None, 1_000_000)
+
+
+def test_a_single_gaussian_is_counted_exactly_and_below_its_renyi_bound(accounting):
+    # Balle and Wang, 2018, theorem 8: delta is the difference of two normal distribution functions.
+    for noise in (0.7, 1.0, 4.0):
+        epsilon = compute_gaussian_epsilon(noise, 1e-5)
+        below, above = (
+            0.5 * math.erfc(-(side / (2 * noise) - epsilon * noise) / math.sqrt(2)) for side in (1.0, -1.0)
+        )
+        assert below - math.exp(epsilon) * above == pytest.approx(1e-5, rel=1e-3)
+        assert epsilon < compute_epsilon(noise, 1e-5, None, 1, 0) < epsilon * 1.25
+        assert find_gaussian_noise(epsilon, 1e-5) == pytest.approx(noise, rel=1e-6)
+        by_loss = accounting.pld.PLDAccountant().compose(accounting.GaussianDpEvent(noise)).get_epsilon(1e-5)
+        assert epsilon == pytest.approx(by_loss, abs=1e-3)

@@ -116,6 +116,7 @@ def open_spend_recorder(folder: Path, recorder: SpendRecorder) -> None:
         ) from error
     if not recorder.spend.key:  # the run was over: no sum of it can be repeated
         recorder.spend.key = secrets.token_bytes(KEY_BYTES)
+        recorder.spend.restart_noise(recorder.spend.newest)
     make_private_directory(folder)
     recorder.save = lambda spend: write_atomic(path, encode_state(spend))
     recorder.save(recorder.spend)

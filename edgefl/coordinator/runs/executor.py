@@ -277,6 +277,7 @@ class RunExecutor:
         if self.start.is_exact:
             return
         recorder.restart(version)
+        self.start.state.participations = privacy.restore_participations()
         if recorder.spend.newest > version:
             spent = privacy.compute_epsilon(recorder.spend.sampled, recorder.spend.repeated)
             message = f"epsilon {spent:.4g} is spent; versions behind {version} are made anew, and count again"

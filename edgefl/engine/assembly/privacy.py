@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from edgefl.compression.codec_selection import parse_auto_candidates
-from edgefl.core.config import RunConfig
+from edgefl.core.config import PrivacySection, RunConfig
 from edgefl.core.errors import ConfigError
+from edgefl.core.renyi_accounting import BUDGET_TOLERANCE
 from edgefl.core.settings import Faults, format_setting
 from edgefl.core.types import Algorithm, ExamplePrivacy, ModelSpec, Strategy, TensorKind
-from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise
+from edgefl.engine.privacy_accounting import (
+    MAX_COUNTED,
+    compute_epsilon,
+    compute_gaussian_epsilon,
+    count_releases,
+    find_gaussian_noise,
+    find_noise,
+)
+from edgefl.strategies.correlated_noise import CorrelatedNoise, ParticipationLimits
 from edgefl.strategies.private_mean import KEY_BYTES, PrivacySpend, PrivateMean, SpendRecorder
 from edgefl.strategies.strategy_config import RoundRules
 
@@ -25,6 +34,7 @@ EXAMPLE_STRATEGIES = (
 )  # fmt: skip
 """Strategies whose boards do nothing with their examples but steps along gradients."""
 _HOW, _HOW_EXAMPLE = 'privacy.unit = "device"', 'privacy.unit = "example"'
+_HOW_CORRELATED = 'privacy.mechanism = "dp-ftrl"'
 _HOW_SECURE = "secure_aggregation.enabled = true"
 
 
@@ -185,8 +195,16 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
     if privacy.noise is None and rounds is None:
         raise ConfigError("privacy.noise is missing: give it, or run.rounds, from which it is found")
     num_expected = _count_expected(config)
-    noise = privacy.noise or find_noise(privacy.epsilon, privacy.delta, privacy.sampling, rounds or 1)
-    if compute_epsilon(noise, privacy.delta, privacy.sampling, 1, 0) > privacy.epsilon:
+    recorder = SpendRecorder(spend=PrivacySpend(key=secrets.token_bytes(KEY_BYTES)))
+    correlation = _make_correlation(config, shapes) if privacy.mechanism == "dp-ftrl" else None
+    compute: Callable[[int, int], float]
+    if correlation is None:
+        noise = privacy.noise or find_noise(privacy.epsilon, privacy.delta, privacy.sampling, rounds or 1)
+        compute = partial(compute_epsilon, noise, privacy.delta, privacy.sampling)
+    else:
+        noise = privacy.noise or _find_correlated_noise(privacy, correlation, rounds or 1)
+        compute = partial(_compute_correlated_epsilon, correlation, recorder, noise, privacy.delta)
+    if compute(1, 0) > privacy.epsilon * (1.0 + BUDGET_TOLERANCE):
         raise ConfigError(
             f"privacy.noise = {noise:g} passes epsilon = {privacy.epsilon:g} in the first round; give more noise"
         )
@@ -197,8 +215,9 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
         num_expected=num_expected,
         epsilon=privacy.epsilon,
         sampling=privacy.sampling,
-        compute_epsilon=partial(compute_epsilon, noise, privacy.delta, privacy.sampling),
-        recorder=SpendRecorder(spend=PrivacySpend(key=secrets.token_bytes(KEY_BYTES))),
+        compute_epsilon=compute,
+        recorder=recorder,
+        correlation=correlation,
     )
     if num_expected < mean.min_expected:
         raise ConfigError(
@@ -206,6 +225,57 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
             f"of {noise:.3g}, expected are {num_expected:g}; give a number as privacy.clip"
         )
     return mean
+
+
+def _make_correlation(config: RunConfig, shapes: ModelSpec) -> CorrelatedNoise:
+    """Returns the correlated noise of a run, with the bands that leave the least of it on the sums of its rounds.
+
+    Raises:
+        ConfigError: there are too few boards for the limits of participation.
+    """
+    privacy, rounds, count, faults = config.privacy, config.run.rounds, config.devices.count, Faults()
+    separation, participations = privacy.separation, privacy.participations
+    assert separation is not None
+    if participations is None and rounds is not None:
+        participations = -(-rounds // separation)
+    if count is None:
+        faults.messages.append(
+            f"devices.count is missing: {_HOW_CORRELATED} needs it, so that the boards of one round are not all"
+        )
+    elif privacy.boards is not None:
+        if privacy.boards < separation * count:
+            faults.messages.append(
+                f"privacy.boards must be at least privacy.separation x devices.count = {separation * count} with "
+                f"{_HOW_CORRELATED}, got {privacy.boards}: the others would still rest"
+            )
+        if rounds is not None and participations is not None and privacy.boards * participations < rounds * count:
+            faults.messages.append(
+                f"privacy.participations must be at least {-(-rounds * count // privacy.boards)} with {rounds} "
+                f"rounds of {count} of {privacy.boards} boards, got {participations}"
+            )
+    faults.check()
+    limits = ParticipationLimits(separation=separation, participations=participations)
+    planned = rounds or separation * (participations or 1)
+    size = sum(math.prod(spec.shape) for spec in shapes if spec.shared)
+    return CorrelatedNoise(limits=limits, bands=limits.choose_bands(planned, size))
+
+
+def _find_correlated_noise(privacy: PrivacySection, correlation: CorrelatedNoise, rounds: int) -> float:
+    assert privacy.epsilon is not None
+    assert privacy.delta is not None
+    sensitivity = correlation.limits.compute_sensitivity(correlation.bands, (rounds,))
+    return find_gaussian_noise(privacy.epsilon, privacy.delta) * sensitivity
+
+
+def _compute_correlated_epsilon(
+    correlation: CorrelatedNoise, recorder: SpendRecorder, noise: float, delta: float, first: int, repeated: int
+) -> float:
+    """Returns ε of releases with correlated noise; repeated ones have a noise of their own, begun anew."""
+    if first + repeated == 0:
+        return 0.0
+    spend = recorder.spend
+    segments, bands = spend.list_segments(first + repeated), spend.bands or correlation.bands
+    return compute_gaussian_epsilon(noise / correlation.limits.compute_sensitivity(bands, segments), delta)
 
 
 def make_example_privacy(config: RunConfig, shapes: ModelSpec) -> ExamplePrivacy:
@@ -277,12 +347,28 @@ def explain_privacy(config: RunConfig, mean: PrivateMean | None) -> str:
         f"take part with probability {privacy.sampling:g}"
         if privacy.sampling is not None
         else "are counted as if each was in every round, without amplification"
+        if mean.correlation is None
+        else _explain_limits(mean.correlation)
     )
     of_updates = "" if mean.quantile is None else f" ({mean.update_noise:.4g} on updates)"
-    num_rounds = count_releases(mean.epsilon, privacy.delta or 0.0, mean.sampling, mean.noise_multiplier)
+    num_rounds = count_releases(
+        lambda number: mean.compute_epsilon(number, 0), mean.epsilon * (1.0 + BUDGET_TOLERANCE)
+    )
+    enough = (
+        "for as many rounds as boards may take part in" if num_rounds == MAX_COUNTED else f"for {num_rounds} rounds"
+    )
     return (
         f"each device's data has differential privacy in the models: epsilon {privacy.epsilon:g} at delta "
         f"{privacy.delta:g}, noise "
-        f"multiplier {mean.noise_multiplier:.4g}{of_updates}, enough for {num_rounds} rounds; sums are divided by "
+        f"multiplier {mean.noise_multiplier:.4g}{of_updates}, enough {enough}; sums are divided by "
         f"{mean.num_expected:g}, and devices {how}; metrics, counts, bytes, times and logs are not covered"
+    )
+
+
+def _explain_limits(correlation: CorrelatedNoise) -> str:
+    limits = correlation.limits
+    most = "" if limits.participations is None else f"at most {limits.participations} times, "
+    return (
+        f"take part {most}{limits.separation} rounds apart at least, with noise that is correlated over "
+        f"{correlation.bands} rounds"
     )

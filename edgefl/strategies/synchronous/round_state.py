@@ -124,6 +124,10 @@ class RoundState:
         halvings: versions from which on the learning rate is half of what it was.
         num_holders: largest number of devices with blocks in a round of `redundant` so far.
         clip: in a private run, most norm of an update of the open round; None before the first.
+        participations: with correlated noise, device -> how often it took part, and the last version that it took
+            part in, 0 where that was before the noise began anew.
+        waiting_since_s: since when limits of participation have kept all boards that are there out of a round; None
+            where they do not.
         epsilon: with private examples, the most that a device reported to have spent.
         selections: device -> its record, where devices are selected by utility.
     """
@@ -140,6 +144,8 @@ class RoundState:
     halvings: tuple[int, ...] = ()
     num_holders: int = 0
     clip: float | None = None
+    participations: dict[str, tuple[int, int]] = field(default_factory=dict)
+    waiting_since_s: float | None = None
     epsilon: float = 0.0
     selections: dict[str, SelectionRecord] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
     EPSILON,
     Array,
@@ -62,6 +63,9 @@ from edgefl.strategies.synchronous.round_state import (
 from edgefl.strategies.utility_selection import record_round, select_by_utility
 
 R = TypeVar("R", bound=RoundState)
+
+MAX_REST_S = 7 * 86_400.0
+"""Longest wait for a device whose participation is permitted, while others are there."""
 
 
 def weight_by_examples(update: Update) -> float:
@@ -203,8 +207,14 @@ class SynchronousStrategy(Strategy[R]):
             version=state.version + 1,
             clip=privacy.get_clip(state.clip),
             num_below=sum(current_round.below_clip.values()),
+            participants=tuple(current_round.below_clip),
         )
         state.clip = released.clip
+        if released.has_new_noise:
+            state.participations = privacy.restore_participations()
+        elif privacy.correlation is not None:
+            for name in current_round.below_clip:
+                state.participations[name] = state.participations.get(name, (0, 0))[0] + 1, state.version + 1
         return released.displacement
 
     def _weigh_update(self, state: R, current_round: OpenRound, update: Update) -> float | None:
@@ -212,8 +222,8 @@ class SynchronousStrategy(Strategy[R]):
         if (privacy := self.rules.privacy) is None:
             return self.compute_weight(update)
         device_id, _ = current_round.assigned[update.assignment_id]
-        is_repeated = device_id in current_round.below_clip
-        factor = None if is_repeated else compute_clip_factor(update.tensors, privacy.get_clip(state.clip))
+        is_refused = device_id in current_round.below_clip or not self._permits(state, device_id)
+        factor = None if is_refused else compute_clip_factor(update.tensors, privacy.get_clip(state.clip))
         if factor is not None:
             current_round.below_clip[device_id] = 0.5 if factor == 1.0 else -0.5
         return factor
@@ -257,10 +267,39 @@ class SynchronousStrategy(Strategy[R]):
 
         A private round always needs as many, idle or busy: one that hardly anybody takes part in spends as much.
         """
-        if self.rules.privacy is not None:
+        if (privacy := self.rules.privacy) is not None and privacy.correlation is not None:
+            return self._has_enough_rested(state, view)
+        if privacy is not None:
             busy = sum(view.devices[name].role == Role.TRAINER for name in view.busy if name in view.devices)
             return len(view.idle) + busy >= self.rules.min_devices
         return bool(state.open) or state.version > 0 or len(view.idle) >= self.rules.min_devices
+
+    def _permits(self, state: R, device_id: str) -> bool:
+        """Returns whether the limits of participation let a device into the next version."""
+        privacy = self.rules.privacy
+        return privacy is None or privacy.permits(state.participations.get(device_id, (0, 0)), state.version + 1)
+
+    def _has_enough_rested(self, state: R, view: FleetView) -> bool:
+        """Returns whether a round has enough idle devices that may take part in it.
+
+        Raises:
+            StrategyError: for `MAX_REST_S` there were devices enough, but no round could have them.
+        """
+        permitted = [name for name in self.list_available(view) if self._permits(state, name)]
+        if len(permitted) >= self.rules.min_devices or state.open or view.busy:
+            state.waiting_since_s = None
+            return len(permitted) >= self.rules.min_devices
+        if len(self.list_available(view)) < self.rules.min_devices:
+            state.waiting_since_s = None
+            return False
+        since_s = state.waiting_since_s = min(view.now_s, state.waiting_since_s or view.now_s)
+        if view.now_s - since_s > MAX_REST_S:
+            raise StrategyError(
+                f"round {state.version + 1} waited {MAX_REST_S / 86_400:g} days for {self.rules.min_devices} boards "
+                f"that may take part, {len(permitted)} of {len(self.list_available(view))} may: the others have "
+                "taken part as often as privacy.participations allows, or less than privacy.separation rounds ago"
+            )
+        return False
 
     def receive(self, state: R, update: Update) -> R:
         """Adds an expected update; an unknown, late or repeated one changes nothing but the ε that is spent."""
@@ -407,6 +446,8 @@ class SynchronousStrategy(Strategy[R]):
 
     def _select_devices(self, available: Sequence[str], state: R) -> Sequence[str]:
         """Returns some available devices in order; drawn anew each time, or the others would never take part."""
+        if self.rules.privacy is not None and self.rules.privacy.correlation is not None:
+            available = [name for name in available if self._permits(state, name)]
         limit = len(available) if self.rules.max_devices is None else self.rules.max_devices
         if self.rules.fraction is not None:
             # 0.1 x 30 is above 3 in floating point, and must not become 4.

@@ -61,6 +61,7 @@ from edgefl.storage.state_serialisation import (
     encode_state,
 )
 from edgefl.storage.store import Store
+from edgefl.strategies.correlated_noise import CorrelatedNoise, ParticipationLimits
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.private_mean import PrivacySpend, PrivateMean, Release, SpendRecorder
 from edgefl.strategies.registry import make_strategy
@@ -575,8 +576,15 @@ class NotedMean(PrivateMean):
 class PrivateSite:
     """A private run; every life is that of one coordinator, which keeps each version's model that it has sent."""
 
-    def __init__(self, site: Site, *, budget: float = 1e9, sampling: float | None = None) -> None:
-        self.site, self.budget, self.sampling = site, budget, sampling
+    def __init__(
+        self,
+        site: Site,
+        *,
+        budget: float = 1e9,
+        sampling: float | None = None,
+        limits: ParticipationLimits | None = None,
+    ) -> None:
+        self.site, self.budget, self.sampling, self.limits = site, budget, sampling, limits
         self.sent: dict[int, set[bytes]] = {}
         self.released: dict[int, set[bytes]] = {}
 
@@ -586,11 +594,14 @@ class PrivateSite:
             first_clip=0.5, quantile=None, noise_multiplier=1.0, num_expected=8.0, epsilon=self.budget,
             sampling=self.sampling, compute_epsilon=lambda sampled, repeated: float(sampled + repeated),
             recorder=recorder, released=self.released,
+            correlation=None if self.limits is None else CorrelatedNoise(limits=self.limits, bands=2),
         )  # fmt: skip
         open_spend_recorder(self.site.directory.runs / "r", recorder)
         if before_save is not None:
             recorder.save = before_save(recorder.save)
-        strategy = make_strategy("fedavg", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1, privacy=mean))
+        count = None if self.limits is None else 2
+        rules = RoundRules(task=TASK, deadline_s=4.0, seed=1, privacy=mean, max_devices=count)
+        strategy = make_strategy("fedavg", {}, rules)
         goal = dataclasses.replace(goal, is_budget_spent=lambda version: not mean.can_release(version + 1))
         send = boards.dispatch
 
@@ -609,12 +620,16 @@ class PrivateSite:
         return decode_state((self.site.directory.runs / "r" / PRIVACY_FILE).read_bytes(), PrivacySpend)
 
 
-@pytest.mark.parametrize("sampling", [None, 0.5], ids=["all", "a sample"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sampling": 0.5}, {"limits": ParticipationLimits(separation=2, participations=3)}],
+    ids=["all", "a sample", "limits"],
+)
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
 def test_a_private_run_that_is_killed_again_and_again_sends_one_model_of_each_version_and_spends_no_more(
-    stores: list[Site], every: int, sampling: float | None
+    stores: list[Site], every: int, options: dict[str, Any]
 ) -> None:
-    run, goal = PrivateSite(stores[0], sampling=sampling), StoppingCriteria(rounds=5)
+    run, goal = PrivateSite(stores[0], **options), StoppingCriteria(rounds=5)
     boards, kills = Boards(FaultyFleet(1, faults={}), stops_at=every, dies=True), 0
     while True:
         try:
@@ -626,15 +641,20 @@ def test_a_private_run_that_is_killed_again_and_again_sends_one_model_of_each_ve
     assert kills >= 2
     assert {version: len(sums) for version, sums in run.released.items()} == dict.fromkeys(range(1, 6), 1)
     spend = run.read_spend()
-    assert (spend.sampled, spend.repeated, spend.key) == (5, 0, b"")
+    assert (spend.sampled, spend.repeated, spend.restarts, spend.key) == (5, 0, (), b"")
+    if run.limits is not None:
+        assert sum(spend.participations.values()) == 5 * 2
+        assert max(spend.participations.values()) <= 3
 
 
+@pytest.mark.parametrize("limits", [None, ParticipationLimits(separation=2, participations=3)])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["before it is recorded", "after it is recorded"])
 @pytest.mark.parametrize("version", [1, 2, 4])
 def test_a_coordinator_that_dies_at_the_record_of_a_release_never_releases_another_sum(
-    stores: list[Site], version: int, is_saved: bool
+    stores: list[Site], version: int, is_saved: bool, limits: ParticipationLimits | None
 ) -> None:
-    run, goal, boards = PrivateSite(stores[0]), StoppingCriteria(rounds=5), Boards(FaultyFleet(1, faults={}))
+    run, goal = PrivateSite(stores[0], limits=limits), StoppingCriteria(rounds=5)
+    boards = Boards(FaultyFleet(1, faults={}))
 
     def die_at(save: Any) -> Any:
         def record(spend: PrivacySpend) -> None:
@@ -657,12 +677,12 @@ def test_a_coordinator_that_dies_at_the_record_of_a_release_never_releases_anoth
 
 
 def die_behind_a_checkpoint(
-    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch, limits: ParticipationLimits | None = None
 ) -> tuple[PrivateSite, PrivacySpend, Boards]:
     """Returns a private run whose coordinator died, what it had spent, and boards that will send other updates."""
     monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
     monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
-    run = PrivateSite(stores[0], budget=7.0)
+    run = PrivateSite(stores[0], budget=7.0, limits=limits)
     boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
     with pytest.raises(Killed):
         run.live(boards, StoppingCriteria(rounds=50))
@@ -685,6 +705,21 @@ def test_what_a_later_life_makes_anew_counts_again_and_the_run_ends_at_its_budge
     events = read_history(stores[0].store, "events", run="r")
     (said,) = (row["message"] for row in events if row["kind"] == "privacy-spent")
     assert said.startswith(f"epsilon {before.sampled} is spent; versions behind ")
+
+
+def test_a_later_life_begins_correlated_noise_anew_and_counts_participations_on(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = ParticipationLimits(separation=2, participations=3)
+    run, before, again = die_behind_a_checkpoint(stores, monkeypatch, limits)
+    assert before.total >= 4
+    assert run.live(again, StoppingCriteria(rounds=50))
+    spend = run.read_spend()
+    assert spend.total == 7, "all of the budget, and no more"
+    assert spend.restarts == (before.total,)
+    assert spend.list_segments(7) == (before.total, 7 - before.total)
+    assert all(spend.participations[name] >= count for name, count in before.participations.items())
+    assert max(spend.participations.values()) <= 3
 
 
 def test_a_later_life_without_budget_ends_and_releases_nothing(
