@@ -25,6 +25,7 @@ NEED_DATA = {
     "lss_merge",
     "lss_sizes",
     "presets",
+    "private_accuracy",
     "simulator_peer",
     "split_learning",
 }
