@@ -199,6 +199,16 @@ def _write_run_file(advice: Advice, file: Path, out: Path) -> None:
     type=NumberRange(0, 1, min_open=True),
     help="Probability that a board takes part in a round [default: all, without amplification].",
 )
+@click.option(
+    "--separation",
+    type=click.IntRange(1, 1_000_000),
+    help="With dp-ftrl: rounds from one participation of a board to its next; a round has one in so many boards.",
+)
+@click.option(
+    "--participations",
+    type=click.IntRange(1, 1_000_000),
+    help="With dp-ftrl: most of a board [default: as the separation allows].",
+)
 @click.option("--examples", type=click.IntRange(1, 1_000_000_000), help="On a board; needed with example.")
 @click.option("--batch", type=click.IntRange(1, 1_000_000), help="Batch size; needed with example.")
 @click.option("--steps", type=click.IntRange(1, 1_000_000), help="Of a board in a round [default: an epoch].")
@@ -212,6 +222,8 @@ def privacy(  # noqa: PLR0913 the options of one command
     unit: str,
     boards: int | None,
     sampling: float | None,
+    separation: int | None,
+    participations: int | None,
     examples: int | None,
     batch: int | None,
     steps: int | None,
@@ -222,7 +234,8 @@ def privacy(  # noqa: PLR0913 the options of one command
 
     `noise` is the setting of `[privacy]`; `noise_of_mean` is the standard deviation of the noise in each weight of a
     round's mean, in units of the clip, and `norm_of_noise` the length of all of it: a run learns little where that is
-    well above 1. With `--unit example` both are of a step's mean gradient.
+    well above 1. With `--unit example` both are of a step's mean gradient. With `--separation` the noise of rounds is
+    correlated, and both are of independent noise that would leave as much on the sum of the rounds.
     """
     needed: dict[str, dict[str, int | None]] = {
         "device": {"--boards": boards},
@@ -230,12 +243,22 @@ def privacy(  # noqa: PLR0913 the options of one command
     }
     foreign: dict[str, dict[str, float | None]] = {
         "device": {"--examples": examples, "--batch": batch, "--steps": steps},
-        "example": {"--boards": boards, "--sampling": sampling},
+        "example": {
+            "--boards": boards,
+            "--sampling": sampling,
+            "--separation": separation,
+            "--participations": participations,
+        },
     }
     if missing := [name for name, value in needed[unit].items() if value is None]:
         raise UsageError(f"{missing[0]} is missing: it is needed with --unit {unit}")
     if unfit := [name for name, value in foreign[unit].items() if value is not None]:
         raise UsageError(f"{unfit[0]} means nothing with --unit {unit}; leave it out")
+    if separation is None and participations is not None:
+        raise UsageError("--participations means nothing without --separation; leave it out")
+    if separation is not None and sampling is not None:
+        raise UsageError("--sampling means nothing with --separation; leave it out")
+    remaining: Callable[[int], float] = lambda _: 1.0  # noqa: E731 a round's own noise
     if unit == "example":
         assert examples is not None
         assert batch is not None
@@ -243,6 +266,10 @@ def privacy(  # noqa: PLR0913 the options of one command
             epsilon, delta, min(1.0, batch / examples), rounds, steps or -(-examples // batch)
         )
         of_mean = noise / batch
+    elif separation is not None:
+        assert boards is not None
+        noise, compute, remaining = _advise_correlated(epsilon, delta, rounds, separation, participations)
+        of_mean = noise / max(1, boards // separation)
     else:
         assert boards is not None
         noise, compute = _advise_devices(epsilon, delta, sampling, rounds)
@@ -252,8 +279,8 @@ def privacy(  # noqa: PLR0913 the options of one command
             "rounds": number,
             "noise": noise,
             "epsilon": compute(number),
-            "noise_of_mean": of_mean,
-            "norm_of_noise": None if weights is None else of_mean * math.sqrt(weights),
+            "noise_of_mean": of_mean * remaining(number),
+            "norm_of_noise": None if weights is None else of_mean * remaining(number) * math.sqrt(weights),
         }
         for number in dict.fromkeys(max(1, round(share * rounds)) for share in ROUNDS_SHARES)
     ]
@@ -268,6 +295,27 @@ def _advise_devices(
 
     noise = find_noise(epsilon, delta, sampling, rounds)
     return noise, lambda number: compute_epsilon(noise, delta, sampling, number, 0)
+
+
+def _advise_correlated(
+    epsilon: float, delta: float, rounds: int, separation: int, participations: int | None
+) -> tuple[float, Callable[[int], float], Callable[[int], float]]:
+    """Returns as `_advise_devices`, and the share of the noise that is left on the sum of some rounds."""
+    from edgefl.engine.privacy_accounting import compute_gaussian_epsilon, find_gaussian_noise  # noqa: PLC0415 fast start
+    from edgefl.strategies.correlated_noise import ParticipationLimits, compute_prefix_deviations  # noqa: PLC0415 likewise
+
+    limits = ParticipationLimits(separation=separation, participations=participations)
+    bands = limits.choose_bands(rounds, 1)
+
+    def compute_sensitivity(number: int) -> float:
+        return limits.compute_sensitivity(bands, (number,))
+
+    noise = find_gaussian_noise(epsilon, delta) * compute_sensitivity(rounds)
+    return (
+        noise,
+        lambda number: compute_gaussian_epsilon(noise / compute_sensitivity(number), delta),
+        lambda number: float(compute_prefix_deviations(bands, number)[-1]) / math.sqrt(number),
+    )
 
 
 def _advise_examples(

@@ -39,6 +39,19 @@ def test_a_table_without_weights_has_no_length_of_the_noise(run):
     assert "nan" not in "".join(lines).lower()
 
 
+@accounted
+def test_correlated_noise_is_found_for_the_limits_of_participation_and_less_of_it_is_left_on_sums(run):
+    words = ("advise", "privacy", "--epsilon", 8, "--delta", 1e-5, "--rounds", 100, "--boards", 1000)
+    rows = run(*words, "--separation", 10, "--format", "json").rows
+    assert rows[-1]["epsilon"] == pytest.approx(8.0, abs=1e-6)
+    assert [row["epsilon"] for row in rows] == sorted(row["epsilon"] for row in rows)
+    independent = run(*words, "--format", "json").rows
+    assert rows[-1]["noise_of_mean"] * 100 < independent[-1]["noise_of_mean"] * 1000 / 4
+    assert rows[-1]["noise_of_mean"] < rows[0]["noise_of_mean"] < rows[0]["noise"] / 100
+    few = run(*words, "--separation", 10, "--participations", 1, "--format", "json").rows
+    assert few[-1]["noise"] == pytest.approx(rows[-1]["noise"] / 10**0.5, rel=0.05)
+
+
 OF_EXAMPLES = ("advise", "privacy", "--unit", "example", "--epsilon", 4, "--delta", 1e-5, "--rounds", 20)
 
 

@@ -12,7 +12,7 @@ from edgefl.core.errors import ConfigError, MissingPackageError
 from edgefl.core.types import TensorKind, TensorSpec
 from edgefl.engine.assembly.build import build_run
 from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean, make_private_mean
-from edgefl.engine.privacy_accounting import compute_epsilon
+from edgefl.engine.privacy_accounting import compute_epsilon, compute_gaussian_epsilon
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
@@ -91,6 +91,64 @@ def test_a_setting_without_which_the_sum_has_no_bound_is_asked_for(accounted, pr
         build_run(parse_run({**tables(), "privacy": {name: value for name, value in found.items() if value}}), "r")
 
 
+CORRELATED = {"mechanism": "dp-ftrl", "separation": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"privacy": {"sampling": 0.5}}, 'privacy.sampling must be left out with mechanism = "dp-ftrl", got 0.5'),
+        ({"privacy": {"clip": "adaptive"}}, 'privacy.clip must be a number with mechanism = "dp-ftrl"'),
+        ({"privacy": {"separation": None}}, "privacy.separation is missing"),
+        (
+            {"privacy": {"separation": None, "sampling": 0.5, "clip": "adaptive"}},
+            "privacy.sampling must.*privacy.clip must.*privacy.separation is missing",
+        ),
+        ({"devices": {}}, 'devices.count is missing: privacy.mechanism = "dp-ftrl"'),
+        ({"privacy": {"boards": 9}}, r"privacy.boards must be at least privacy.separation x devices.count = 10"),
+        ({"privacy": {"participations": 2}}, "privacy.participations must be at least 3 with 5 rounds of 5 of 10"),
+        ({"privacy": {"mechanism": "gaussian"}}, "privacy.separation must be left out with mechanism"),
+        ({"privacy": {"unit": "example", "boards": None}}, "privacy.mechanism must be left out with unit"),
+        ({"strategy": {"name": "fedbuff"}}, "strategy.name must be one of"),
+    ],
+)
+def test_limits_of_participation_go_with_what_keeps_them(accounted, sections, line):
+    base = {"privacy": CORRELATED, "devices": {"count": 5}}
+    whole = tables(**{**base, **sections, "privacy": {**CORRELATED, **sections.get("privacy", {})}})
+    whole["privacy"] = {name: value for name, value in whole["privacy"].items() if value is not None}
+    with pytest.raises(ConfigError, match=line):
+        build_run(parse_run(whole), "r")
+
+
+def test_the_noise_of_limits_is_that_of_a_single_gaussian_and_the_run_stays_within(accounted, tmp_path):
+    mean = get_private_mean(build(privacy=CORRELATED, devices={"count": 5}).strategy)
+    limits = mean.correlation.limits
+    assert (limits.separation, limits.participations, mean.correlation.bands) == (2, 3, 2)
+    # Of two bands a column has the norm √(1 + 1/4); rounds 1, 3 and 5 of 5, the last with one row behind it.
+    sensitivity = (2 * 1.25 + 1) ** 0.5
+    assert compute_gaussian_epsilon(mean.noise_multiplier / sensitivity, 1e-3) == pytest.approx(8.0, abs=1e-6)
+    result, rounds = simulate(tmp_path, devices=10, privacy=CORRELATED, devices_={"count": 5, "min": 5})
+    assert result.reason == "rounds reached 5"
+    spent = [row["facts"]["epsilon"] for row in rounds]
+    expected = [
+        compute_gaussian_epsilon(mean.noise_multiplier / square**0.5, 1e-3) for square in (1, 1.25, 2.25, 2.5, 3.5)
+    ]
+    assert spent == pytest.approx(expected, abs=1e-6)
+    assert [row["num_updates"] for row in rounds] == [5] * 5
+
+
+def test_limits_with_a_noise_of_ones_own_end_at_the_budget(accounted, tmp_path):
+    result, rounds = simulate(
+        tmp_path, devices=10, privacy={**CORRELATED, "noise": 1.0}, devices_={"count": 5}, run={"rounds": 50}
+    )
+    assert result.reason == "privacy budget"
+    assert rounds[-1]["facts"]["epsilon"] <= 8.0
+    mean = get_private_mean(
+        build(privacy={**CORRELATED, "noise": 1.0}, devices={"count": 5}, run={"rounds": 50}).strategy
+    )
+    assert mean.compute_epsilon(len(rounds) + 1, 0) > 8.0
+
+
 def test_a_sample_has_no_fixed_size(accounted):
     with pytest.raises(ConfigError, match=r"devices.count must be left out with privacy.sampling, got 3"):
         build(privacy={"sampling": 0.1}, devices={"count": 3})
@@ -161,9 +219,15 @@ def test_a_dry_run_says_what_is_promised_and_what_is_not(accounted):
     adaptive = build(privacy={"noise": 4.0, "clip": "adaptive", "boards": 74})
     line = explain_privacy(adaptive.config, get_private_mean(adaptive.strategy))
     assert "noise multiplier 4 (4.754 on updates)" in line
+    correlated = build(privacy=CORRELATED, devices={"count": 5}, run={"rounds": 6})
+    line = explain_privacy(correlated.config, get_private_mean(correlated.strategy))
+    assert "for as many rounds as boards may take part in" in line
+    assert "devices take part at most 3 times, 2 rounds apart at least, with noise that is correlated over 2" in line
 
 
-def simulate(tmp_path, devices=6, **sections):
+def simulate(tmp_path, devices=6, devices_=None, **sections):
+    if devices_ is not None:
+        sections["devices"] = devices_
     result = edgefl.simulate(tables(**sections), devices=devices, scheme="iid", root=tmp_path)
     with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
         return result, list(read_history(store, "rounds", run=result.run_id))
