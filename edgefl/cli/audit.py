@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from edgefl.core.config import PrivacyUnit
 
 COLUMNS = (
-    "unit", "canaries", "included", "guesses", "correct", "auc", "epsilon_lower", "epsilon_promised", "delta",
-    "confidence",
+    "unit", "shadows", "canaries", "included", "guesses", "correct", "auc", "epsilon_lower", "epsilon_promised",
+    "delta", "confidence",
 )  # fmt: skip
 MAX_CANARIES = 100_000
 
@@ -60,6 +60,13 @@ def command() -> None:
     help="Probability with which the bound holds.",
 )
 @click.option(
+    "--shadows",
+    type=click.IntRange(0, 1000),
+    default=0,
+    show_default=True,
+    help="Attack by LiRA with so many shadow models, each a simulated run more; 0 plants canaries.",
+)
+@click.option(
     "--devices",
     type=click.IntRange(1, 1_000_000),
     help="How many devices, beside canaries [default: the run file's].",
@@ -75,6 +82,7 @@ def privacy(  # noqa: PLR0913 one per option
     unit: PrivacyUnit | None,
     num_canaries: int,
     confidence: float,
+    shadows: int,
     devices: int | None,
     data: Path | None,
     shards: tuple[Path, ...],
@@ -86,9 +94,10 @@ def privacy(  # noqa: PLR0913 one per option
 ) -> None:
     """Simulate FILE.toml with canaries, and print the least epsilon that their traces in the model prove.
 
-    A canary takes part or not by the toss of a coin, and is guessed from the first and the last model. Whoever is
-    right more often than the promised epsilon allows has refuted it; then the exit code is 50. A bound below the
-    promise proves nothing more than that these canaries did not show a fault.
+    A canary takes part or not by the toss of a coin, and is guessed from the first and the last model. With
+    `--shadows` canaries are examples as they are, guessed by how confident shadow models were with and without
+    them. Whoever is right more often than the promised epsilon allows has refuted it; then the exit code is 50. A
+    bound below the promise proves nothing more than that these canaries did not show a fault.
     """
     use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
@@ -112,6 +121,7 @@ def privacy(  # noqa: PLR0913 one per option
             unit=unit,
             num_canaries=num_canaries,
             confidence=confidence,
+            shadows=shadows,
             on_change=progress.update,
         )
     row = asdict(audit)

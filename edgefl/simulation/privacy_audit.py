@@ -3,10 +3,12 @@
 Each canary takes part by the toss of a coin. Whoever sees the first and the last model guesses which did: more right
 guesses than ε allows prove that ε is larger. Where devices are private a canary is a device that sends a random
 direction, and its trace is the model's displacement along it; where examples are, it is an example with a wrong
-label, and its trace is that the model's loss on it is low.
+label, and its trace is that the model's loss on it is low. LiRA takes examples as they are, and compares the model's
+confidence with that of shadow models, of runs with other tosses.
 
 Sources: Steinke, Nasr, Jagielski, Privacy Auditing with One (1) Training Run, NeurIPS 2023, theorem 5.2; directions
-as canaries: Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024.
+as canaries: Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024; LiRA: Carlini et
+al., Membership Inference Attacks From First Principles, S&P 2022, Algorithm 1 with one variance for all examples.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ SHARES_GUESSED = (0.125, 0.25, 0.5, 1.0)
 """Parts of the canaries that are guessed; the strongest bound counts, at a confidence that is shared between them."""
 MAX_EPSILON = 64.0
 """Highest bound that is looked for; so many right guesses would need 10²⁷ canaries."""
+MIN_SHADOWS = 4
 _HALVINGS = 30
+MIN_LOSS, MAX_LOSS = 1e-9, 50.0
+"""Cross-entropies between which confidences are compared."""
+MIN_VARIANCE = 1e-9
 MAX_ENTRIES = 2**28
 """Most numbers of all directions together, 1 GiB."""
 
@@ -61,6 +67,7 @@ class PrivacyAudit:
         delta: δ of both.
         confidence: of the bound.
         run_id: of the simulated run in the history.
+        shadows: number of shadow models of LiRA; 0 for canaries.
     """
 
     unit: PrivacyUnit
@@ -74,6 +81,7 @@ class PrivacyAudit:
     delta: float
     confidence: float
     run_id: str
+    shadows: int = 0
 
     @property
     def is_broken(self) -> bool:
@@ -89,6 +97,7 @@ def audit_privacy(  # noqa: PLR0913 the last four by name
     unit: PrivacyUnit | None = None,
     num_canaries: int = 100,
     confidence: float = 0.95,
+    shadows: int = 0,
     on_change: OnChange | None = None,
 ) -> PrivacyAudit:
     """Runs a simulation with canaries and returns what they prove.
@@ -100,6 +109,7 @@ def audit_privacy(  # noqa: PLR0913 the last four by name
         unit: what is audited; the run file's, or devices where it has none.
         num_canaries: how many may take part, at least 8.
         confidence: in (0, 1).
+        shadows: runs of LiRA beside the one that is audited, for examples as they are; 0 for canaries.
         on_change: called with the run's progress.
 
     Raises:
@@ -113,9 +123,15 @@ def audit_privacy(  # noqa: PLR0913 the last four by name
         raise ConfigError(f"the confidence of an audit must be in (0, 1), got {confidence:g}")
     if should_find_scales(config):
         raise ConfigError('an audit finds no means and scales; leave task.normalise = "fleet" out')
-    unit = unit or config.privacy.unit or "device"
+    unit = unit or config.privacy.unit or ("example" if shadows else "device")
+    if shadows and unit != "example":
+        raise ConfigError('shadow models are of examples; leave them out, or take the unit "example"')
+    if 0 < shadows < MIN_SHADOWS:
+        raise ConfigError(f"LiRA needs at least {MIN_SHADOWS} shadow models, got {shadows}")
     is_included = derive_rng(config.run.seed, "canaries").random(num_canaries) < 0.5
     audit = _audit_devices if unit == "device" else _audit_examples
+    if shadows:
+        audit = partial(_audit_members, num_shadows=shadows)
     scores, run_id = audit(config, data, folder, is_included, on_change)
     delta = config.privacy.delta if config.privacy.delta is not None else DEFAULT_DELTA
     guesses, correct, lower = find_strongest_bound(scores, is_included, delta, confidence)
@@ -131,6 +147,7 @@ def audit_privacy(  # noqa: PLR0913 the last four by name
         delta=delta,
         confidence=confidence,
         run_id=run_id,
+        shadows=shadows,
     )
 
 
@@ -330,19 +347,71 @@ def _audit_examples(
     config: RunConfig, data: FleetData, folder: Path, is_included: Array, on_change: OnChange | None
 ) -> tuple[Array, str]:
     """Returns minus the model's loss on each canary, and the run's id."""
-    task = make_run_task(config)
     rng = derive_rng(config.run.seed, "canary examples")
     rows = _choose_rows(data, len(is_included), rng)
     pool = replace(data.pool, targets=_make_wrong(data.pool.targets, rows, rng))
-    left_out = rows[~is_included]
-    shards = tuple(_without(shard, left_out) for shard in data.shards)
-    result = simulate_with_data(config, replace(data, pool=pool, shards=shards), folder, on_change=on_change)
+    losses, run_id = _measure_losses(config, replace(data, pool=pool), folder, rows, is_included, on_change)
+    return -losses, run_id
+
+
+def _measure_losses(
+    config: RunConfig, data: FleetData, folder: Path, rows: Array, is_included: Array, on_change: OnChange | None
+) -> tuple[Array, str]:
+    """Returns the loss on each of some rows of a model that was trained with those included, and the run's id."""
+    shards = tuple(_without(shard, rows[~is_included]) for shard in data.shards)
+    result = simulate_with_data(config, replace(data, shards=shards), folder, on_change=on_change)
     assert result.model is not None
-    learner = task.learner(accelerator="cpu", threads=1)
+    learner = make_run_task(config).learner(accelerator="cpu", threads=1)
     learner.load(load_model_file(result.model))
     with np.errstate(over="ignore", invalid="ignore"):
-        losses = [learner.evaluate(pool.take(np.array([row])))[0] for row in rows]
-    return -np.array(losses), result.run_id
+        losses = [learner.evaluate(data.pool.take(np.array([row])))[0] for row in rows]
+    return np.array(losses), result.run_id
+
+
+def _audit_members(
+    config: RunConfig,
+    data: FleetData,
+    folder: Path,
+    is_included: Array,
+    on_change: OnChange | None,
+    *,
+    num_shadows: int,
+) -> tuple[Array, str]:
+    """Returns the likelihood ratio of each example's membership, and the run's id."""
+    rows = _choose_rows(data, len(is_included), derive_rng(config.run.seed, "members"))
+    coins = derive_rng(config.run.seed, "shadows").random((num_shadows, len(rows))) < 0.5
+    shadows = np.empty(coins.shape)
+    for number, coin in enumerate(coins):
+        seed = (config.run.seed + 1 + number) % 2**31
+        other = replace(config, run=replace(config.run, seed=seed))
+        shadows[number] = compute_logit(_measure_losses(other, data, folder, rows, coin, on_change)[0])
+    losses, run_id = _measure_losses(config, data, folder, rows, is_included, on_change)
+    return compute_likelihood_ratios(compute_logit(losses), shadows, coins), run_id
+
+
+def compute_logit(losses: Array) -> Array:
+    """Returns log(p / (1 - p)) of probabilities p with these cross-entropies; the least for a NaN."""
+    return -np.log(np.expm1(np.clip(np.nan_to_num(losses, nan=MAX_LOSS), MIN_LOSS, MAX_LOSS)))
+
+
+def compute_likelihood_ratios(observed: Array, shadows: Array, coins: Array) -> Array:
+    """Returns [n] logarithms of how much likelier each example's confidence is with it than without it.
+
+    Args:
+        observed: [n] confidences of the audited model.
+        shadows: [m, n] those of shadow models.
+        coins: [m, n] whether each was trained with the example.
+    """
+    scores = np.zeros(len(observed))
+    for members, sign in ((coins, 1.0), (~coins, -1.0)):
+        counts = members.sum(axis=0)
+        means = np.where(members, shadows, 0.0).sum(axis=0) / np.maximum(1, counts)
+        means = np.where(counts, means, shadows[members].mean() if members.any() else 0.0)
+        deviations = np.where(members, shadows - means, 0.0)
+        freedom = max(1, int(members.sum() - (counts > 0).sum()))
+        variance = max(MIN_VARIANCE, float((deviations**2).sum()) / freedom)
+        scores -= sign * ((observed - means) ** 2 / variance + math.log(variance)) / 2
+    return scores
 
 
 def _choose_rows(data: FleetData, number: int, rng: np.random.Generator) -> Array:

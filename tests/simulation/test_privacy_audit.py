@@ -14,6 +14,8 @@ from edgefl.simulation.privacy_audit import (
     audit_privacy,
     bound_epsilon,
     compute_auc,
+    compute_likelihood_ratios,
+    compute_logit,
     compute_p_value,
     find_strongest_bound,
 )
@@ -144,6 +146,32 @@ def test_examples_with_wrong_labels_leave_traces_and_private_gradients_hide_them
     assert private.auc < 0.65
 
 
+def test_likelihoods_compare_with_shadow_models_of_both_kinds():
+    # Example 0 has confidence 3 with it and 1 without; example 1 has 9 with it and 7 without.
+    coins = np.array([[True, True], [True, True], [False, False], [False, False]])
+    shadows = np.array([[2.5, 9.5], [3.5, 8.5], [0.5, 7.5], [1.5, 6.5]])
+    scores = compute_likelihood_ratios(np.array([3.0, 7.0]), shadows, coins)
+    # Each deviation is 1/2, of two degrees of freedom for four: a variance of 1/2, and (2² - 0) / 2 / 0.5 = 4.
+    assert scores == pytest.approx([4.0, -4.0])
+    assert compute_logit(np.array([math.log(2.0)])) == pytest.approx([0.0])
+    assert np.isfinite(compute_logit(np.array([0.0, np.inf, np.nan]))).all()
+    only_members = compute_likelihood_ratios(np.array([3.0, 7.0]), shadows, np.ones_like(coins))
+    assert np.isfinite(only_members).all()
+
+
+@pytest.mark.extended
+def test_shadow_models_tell_members_of_a_run_and_private_gradients_hide_them(audit):
+    few = {**OVERFIT, "run": {**OVERFIT["run"], "rounds": 2, "local_test_fraction": 0.9}}
+    few["strategy"] = {"name": "fedavg", "epochs": 20, "learning_rate": 0.5}
+    plain = audit(few, num_canaries=60, shadows=8, devices=2)
+    assert (plain.unit, plain.shadows) == ("example", 8)
+    assert plain.auc > 0.7
+    few = {**few, "strategy": {**few["strategy"], "epochs": 2}, "privacy": {**OF_EXAMPLES, "delta": 1e-3}}
+    private = audit(few, num_canaries=60, shadows=4, devices=2)
+    assert not private.is_broken
+    assert private.auc < 0.7
+
+
 def test_canaries_are_as_the_coin_says_whatever_is_audited(audit):
     first, second = audit(num_canaries=16), audit(num_canaries=16)
     assert (first.included, first.correct) == (second.included, second.correct)
@@ -157,6 +185,8 @@ def test_canaries_are_as_the_coin_says_whatever_is_audited(audit):
         ({}, {"confidence": 1.0}, ConfigError, r"confidence of an audit must be in \(0, 1\), got 1"),
         ({}, {"num_canaries": 5000}, ConfigError, "5000 canaries are too many for a model of [0-9]+ parameters"),
         ({}, {"num_canaries": 5000, "unit": "example"}, DataError, "5000 canaries are more than half of the"),
+        ({}, {"shadows": 3}, ConfigError, "LiRA needs at least 4 shadow models, got 3"),
+        ({}, {"shadows": 8, "unit": "device"}, ConfigError, "shadow models are of examples"),
         ({"devices": {"groups": ["lab"]}}, {}, ConfigError, "leave devices.names and devices.groups out"),
         ({"simulation": {"accelerator": "cuda"}}, {}, ConfigError, "in this process, on the CPU"),
         ({"simulation": {"workers": 2}}, {}, ConfigError, "in this process, on the CPU"),
