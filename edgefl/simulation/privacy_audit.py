@@ -391,7 +391,8 @@ def _audit_members(
 
 def compute_logit(losses: Array) -> Array:
     """Returns log(p / (1 - p)) of probabilities p with these cross-entropies; the least for a NaN."""
-    return -np.log(np.expm1(np.clip(np.nan_to_num(losses, nan=MAX_LOSS), MIN_LOSS, MAX_LOSS)))
+    logits: Array = -np.log(np.expm1(np.clip(np.nan_to_num(losses, nan=MAX_LOSS), MIN_LOSS, MAX_LOSS)))
+    return logits
 
 
 def compute_likelihood_ratios(observed: Array, shadows: Array, coins: Array) -> Array:
