@@ -21,6 +21,8 @@ NEED_DATA = {
     "consistency",
     "esync_claim",
     "fedavg_reference",
+    "flare_edge",
+    "flotilla_scale",
     "isvr_claim",
     "lss_merge",
     "lss_sizes",
