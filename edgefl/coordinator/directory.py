@@ -134,7 +134,10 @@ class CoordinatorDirectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """Options of `edgefl coordinator start`; `alerts` None for those of the directory."""
+    """Options of `edgefl coordinator start`; `alerts` None for those of the directory.
+
+    At most `parallel_runs` runs are active at a time.
+    """
 
     host: str = "0.0.0.0"  # noqa: S104 boards are on other machines
     port: int = DEFAULT_PORT
@@ -145,6 +148,7 @@ class StartOptions:
     device_metrics: int = 1000
     alerts: AlertSettings | None = None
     keep_history_days: float | None = None
+    parallel_runs: int = 1
 
     @property
     def has_external_broker(self) -> bool:

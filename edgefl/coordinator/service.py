@@ -305,6 +305,7 @@ class Coordinator:
             idle_runs=self._idle_runs,
             lineage=self._lineage,
             split_runs=self._split_runs,
+            num_slots=self._options.parallel_runs,
         )
         return DeviceClients.create(context, export=self._export, on_fatal=self._fail)
 

@@ -77,6 +77,7 @@ class LocalFleet:
         broker: as `edgefl coordinator start --broker`.
         environment: variables for every process, over those of this one.
         program: the coordinator's `edgefl`.
+        parallel_runs: as `edgefl coordinator start --parallel-runs`.
     """
 
     root: Path
@@ -86,6 +87,7 @@ class LocalFleet:
     broker: str = "auto"
     environment: Mapping[str, str] = field(default_factory=dict)
     program: Sequence[str] = EDGEFL_COMMAND
+    parallel_runs: int = 1
     port: int = field(default_factory=lambda: find_free_port())  # noqa: PLW0108 defined below
     broker_port: int = field(default_factory=lambda: find_free_port())  # noqa: PLW0108 likewise
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -131,7 +133,8 @@ class LocalFleet:
             self.program,
             "coordinator", "start", "--dir", str(self.directory),
             "--host", "0.0.0.0" if self.hosts else LOOPBACK,  # noqa: S104 reachable for devices elsewhere
-            "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
+            "--broker", self.broker, "--broker-port", str(self.broker_port),
+            "--parallel-runs", str(self.parallel_runs), *shards,
         )  # fmt: skip
         self._wait_until(self._is_answering, "the coordinator to answer")
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
+MAX_PARALLEL_RUNS = 64
 
 modules_option = click.option(
     "--allow-module",
@@ -199,6 +200,13 @@ def init(
     metavar="DAYS",
     help="Forget earlier heartbeats, comings, goings, refusals, and updates of runs that ended [default: keep all].",
 )
+@click.option(
+    "--parallel-runs",
+    type=click.IntRange(1, MAX_PARALLEL_RUNS),
+    default=1,
+    show_default=True,
+    help="Runs that are active at a time, each with boards of its own; each needs memory for its models.",
+)
 def start(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path,
     host: str,
@@ -212,6 +220,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     webhook: str | None,
     secret: str | None,
     keep_history_days: float | None,
+    parallel_runs: int,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.cli.fleet.models import export_for_devices  # noqa: PLC0415 likewise
@@ -238,6 +247,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             device_metrics=device_metrics,
             alerts=resolve_alert_settings(directory, webhook, secret),
             keep_history_days=keep_history_days,
+            parallel_runs=parallel_runs,
         )
         serve(
             Coordinator(

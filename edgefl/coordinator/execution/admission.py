@@ -354,6 +354,7 @@ class AdmissionController:
         candidate.status, candidate.reason = AdmissionStatus.REJECTED, " ".join(reason.split())[:MAX_REASON_CHARS]
         if self.is_started:
             self._record_rejection(candidate.device_id, candidate.reason)
+        self.registry.decline_board(candidate.device_id, self.run.run_id)
 
     def _request_heartbeats(self, now_s: float) -> None:
         """Requests a heartbeat of devices that have not answered yet."""
@@ -456,6 +457,7 @@ class RunMembership:
             case DeviceChanged() if (
                 self._registry.is_drained(event.device_id)
                 or self._registry.get_blocker(event.device_id, self._view.run_id) is not None
+                or self._registry.get_allotted_run(event.device_id) not in {None, self._view.run_id}
             ):
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE) | DeviceAdded() | DeviceChanged():

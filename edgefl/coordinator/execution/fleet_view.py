@@ -440,7 +440,10 @@ class LiveFleetView(FleetState):
     def _update_from_registry(self, device_id: str) -> None:
         info = self._registry.get_schedulable(device_id, self.run_id)
         may_work = info is not None and (info.role == Role.EVALUATOR or self._is_admitted(device_id))
-        listed_info = info if info is not None and may_work and self._eligibility.is_eligible(info) else None
+        is_eligible = info is not None and self._eligibility.is_eligible(info)
+        if info is not None and info.role == Role.TRAINER and not is_eligible:
+            self._registry.decline_board(device_id, self.run_id)
+        listed_info = info if may_work and is_eligible else None
         if listed_info != self.devices.get(device_id):
             self._changes[device_id] = listed_info
         self.update_device(device_id, listed_info)

@@ -452,7 +452,7 @@ class LiveFleet:
                 self._in_flight.request_heartbeat(event.device_id)  # commands sent before it was online are lost
                 return [DeviceAvailable(device_id=event.device_id)]
             case DeviceChanged():
-                return [DeviceAvailable(device_id=event.device_id)]
+                return [*self._fail_taken(event.device_id), DeviceAvailable(device_id=event.device_id)]
             case DeviceRestarted() | HeldInstructions():
                 return (
                     self._on_restart(event.device_id)
@@ -461,6 +461,15 @@ class LiveFleet:
                 )
             case _:
                 return []
+
+    def _fail_taken(self, device_id: str) -> list[Event]:
+        """Recalls the work of a board that now works for another run."""
+        run_id = self.registry.get_allotted_run(device_id)
+        if run_id in {None, self.run_id}:
+            return []
+        for pending in self._in_flight.list_for_device(device_id):
+            self._in_flight.finish_early(pending.wire_id)
+        return self._fail_all(device_id, f"its board works for run {run_id} now")
 
     def _on_restart(self, device_id: str) -> list[Event]:
         """Resends the work of a restarted agent, which has lost its model."""

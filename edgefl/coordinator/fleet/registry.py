@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from edgefl.coordinator.fleet.allotments import BoardAllotments, BoardClaim
 from edgefl.coordinator.fleet.presence import (
     CloneDetector,
     CloneRejected,
@@ -80,7 +81,7 @@ class DeviceAdded(DeviceEvent):
 
 
 class DeviceChanged(DeviceEvent):
-    """A device reported new capabilities or shards."""
+    """A device reported new capabilities or shards, may train or not, or works for another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,7 @@ class DeviceRegistry:
         self._entries: dict[str, _RegistryEntry] = {}
         self._device_by_node: dict[int, str] = {}
         self._run_blocked_ids: set[str] = set()
+        self._allotments = BoardAllotments(lambda device_id, run_id: run_id in self._entries[device_id].run_blockers)
         self._event_bus = EventBus[RegistryEvent]()
         self._lock = threading.RLock()
 
@@ -231,6 +233,7 @@ class DeviceRegistry:
                 self._entries[device_id] = _RegistryEntry(info=info, node_id=node_id, was_seen=was_seen)
                 self._device_by_node[node_id] = device_id
             self._event_bus.enqueue([DeviceAdded(device_id=device_id)])
+            self._allot(device_id)
         self._event_bus.publish()
 
     def remove(self, device_id: str) -> int | None:
@@ -242,6 +245,7 @@ class DeviceRegistry:
             if entry is None:
                 return None
             self._device_by_node.pop(entry.node_id, None)
+            self._allotments.remove(device_id)
             self._event_bus.enqueue([DeviceRemoved(device_id=device_id)])
         self._event_bus.publish()
         return entry.node_id
@@ -284,9 +288,55 @@ class DeviceRegistry:
                 entry is not None
                 and not entry.is_drained
                 and self.get_blocker(device_id, run_id) is None
+                and (run_id is None or self._allotments.get_run(device_id) in {None, run_id})
                 and self._presence.get_state(device_id) in _SCHEDULABLE_STATES
             )
             return entry.info if entry is not None and is_able else None
+
+    def open_run(self, claim: BoardClaim) -> None:
+        """Allots boards to a run that is active from now on, or claims others than before."""
+        with self._lock:
+            self._allotments.open(claim)
+            self._allot_all()
+        self._event_bus.publish()
+
+    def close_run(self, run_id: str) -> None:
+        """Releases the boards of a run that is active no longer."""
+        with self._lock:
+            self._allotments.close(run_id)
+            self._allot_all()
+        self._event_bus.publish()
+
+    def decline_board(self, device_id: str, run_id: str) -> None:
+        """Releases a board that its run cannot use now to a run that can, if there is one."""
+        with self._lock:
+            self._allotments.decline(device_id, run_id)
+            self._allot(device_id)
+        self._event_bus.publish()
+
+    def get_allotted_run(self, device_id: str) -> str | None:
+        """Returns the active run that a board works for."""
+        return self._allotments.get_run(device_id)
+
+    def list_obtainable(self, run_id: str, priority: int, *, without: str | None = None) -> list[DeviceInfo]:
+        """Returns the devices that a run of this priority could be given now, if run `without` were not active."""
+        with self._lock:
+            devices = [
+                self.get_schedulable(device_id)
+                for device_id in sorted(self._entries)
+                if self._allotments.is_obtainable(device_id, run_id, priority, without=without)
+            ]
+            return [info for info in devices if info is not None and self.get_blocker(info.device_id, run_id) is None]
+
+    def _allot_all(self) -> None:
+        for device_id in self._entries:
+            self._allot(device_id)
+
+    def _allot(self, device_id: str) -> None:
+        """Allots a device anew, under the lock."""
+        entry = self._entries.get(device_id)
+        if entry is not None and self._allotments.update(entry.info):
+            self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
 
     def is_reachable(self, device_id: str) -> bool:
         """Returns whether a device is present and not draining, blocked or not."""
@@ -332,6 +382,7 @@ class DeviceRegistry:
             self._run_blocked_ids.add(device_id)
         if _list_blocked(entry) != former:
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+            self._allot(device_id)
 
     @staticmethod
     def _compute_blocked_s(blocker: Blocker) -> float:
@@ -348,6 +399,7 @@ class DeviceRegistry:
             if entry is not None and past:
                 entry.run_blockers = {run: kept for run, kept in entry.run_blockers.items() if run not in past}
                 self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+                self._allot(device_id)
             if entry is None or not entry.run_blockers:
                 self._run_blocked_ids.discard(device_id)
 
@@ -366,6 +418,9 @@ class DeviceRegistry:
         blocker = self.get_blocker(device_id, run_id) or self.get_reported_blocker(device_id)
         if blocker is not None and presence in _SCHEDULABLE_STATES:
             return f"it may not train now: {format_blocker(blocker)}"
+        holder = self.get_allotted_run(device_id)
+        if presence in _SCHEDULABLE_STATES and run_id is not None and holder not in {None, run_id}:
+            return f"it works for run {holder}"
         return "it was never seen" if presence == NEVER_SEEN else f"it is {presence}"
 
     def set_drained(self, device_id: str, *, drained: bool) -> None:
@@ -498,6 +553,7 @@ class DeviceRegistry:
                 blocks=_parse_blocks(capabilities.facts.get("blocks")),
             )
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+            self._allot(device_id)
         self._event_bus.publish()
 
     def record_contact(self, node_id: int) -> None:

@@ -32,7 +32,7 @@ class Readings:
 
     Attributes:
         gone_s: device -> seconds that it has been gone; without offline devices.
-        run: the active run.
+        runs: the active runs.
         failed: failed runs since the last closed round of any run.
         throttled: throttled board -> seconds that it has been so, and how.
         drift: device whose newest data is far from its reference -> which.
@@ -43,7 +43,7 @@ class Readings:
     """
 
     gone_s: Mapping[str, float] = field(default_factory=dict)
-    run: ActiveRun | None = None
+    runs: Sequence[ActiveRun] = ()
     failed: Sequence[EndedRun] = ()
     throttled: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     drift: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def evaluate_rules(readings: Readings, settings: AlertSettings, active: Collecti
     """Returns the conditions that hold and are not muted; `active` are the alerts that have started and not ended."""
     conditions = [
         *_check_gone(readings.gone_s, settings),
-        *_check_run(readings.run, settings, active),
+        *(alert for run in readings.runs for alert in _check_run(run, settings, active)),
         *_check_failed(readings.failed),
         *_check_throttled(readings.throttled, settings),
         *_check_disk(readings.disk_free_bytes, settings, active),
@@ -164,9 +164,7 @@ def _check_gone(gone_s: Mapping[str, float], settings: AlertSettings) -> Iterato
             yield Alert(kind=AlertKind.DEVICE_GONE, subject=device_id, message=f"gone for {format_duration(seconds)}")
 
 
-def _check_run(run: ActiveRun | None, settings: AlertSettings, active: Collection[AlertKey]) -> Iterator[Alert]:
-    if run is None:
-        return
+def _check_run(run: ActiveRun, settings: AlertSettings, active: Collection[AlertKey]) -> Iterator[Alert]:
     limit_s = max(settings.run_stalled_s, settings.run_stalled_factor * (run.typical_round_s or 0.0))
     if run.since_last_round_s >= limit_s:
         typical = (

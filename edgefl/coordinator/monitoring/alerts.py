@@ -147,7 +147,7 @@ class AlertMonitor:
         facts = {info.device_id: info.capabilities for info in self._registry.list_devices()}
         return Readings(
             gone_s=self._measure_gone(now_s),
-            run=self._run_metrics.get_active_run(),
+            runs=self._run_metrics.list_active_runs(),
             failed=self._update_failed_runs(ended_runs),
             throttled=self._measure_throttled(heartbeats, now_s),
             drift=_list_drifts(facts),

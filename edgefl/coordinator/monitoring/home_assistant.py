@@ -164,10 +164,10 @@ class HomeAssistantBridge:
         """Yields topics and payloads: states first, so that an entity has one when it is announced."""
         rows = [row for row in self._registry.list_status_rows() if row["device_id"] != EVALUATOR_NAME]
         heartbeats, now = self._registry.list_heartbeats(), self._clock()
-        run, topic = self._run_metrics.get_active_run(), self._settings.topic
+        runs, topic = self._run_metrics.list_active_runs(), self._settings.topic
         num_present = sum(row["presence"] in PRESENT_STATES for row in rows)
         yield self._available_topic, ONLINE
-        yield f"{topic}/fleet", _dump(make_fleet_state(run, num_present))
+        yield f"{topic}/fleet", _dump(make_fleet_state(runs[0] if runs else None, num_present))
         yield self._make_announcement("fleet", FLEET_ENTITIES, f"{topic}/fleet", self._fleet, model="edgefl fleet")
         for row in rows:
             name = row["device_id"]
@@ -262,7 +262,10 @@ def make_board_state(row: Mapping[str, Any], heartbeat: Heartbeat | None, now: f
 
 
 def make_fleet_state(run: ActiveRun | None, num_present: int) -> Json:
-    """Returns the fleet's state by the keys of `FLEET_ENTITIES`; None for what is not known now."""
+    """Returns the fleet's state by the keys of `FLEET_ENTITIES`; None for what is not known now.
+
+    Of several active runs, `run` is the one that has been active for longest.
+    """
     return {
         "running": _format_switch(run is not None),
         "run": run and escape_start(run.name or run.run_id, MAX_STATE_CHARS),

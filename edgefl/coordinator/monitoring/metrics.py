@@ -233,26 +233,32 @@ class FleetCollector(Collector):
         )
 
     def _collect_run(self) -> Iterator[Metric]:
-        run = self.run_metrics.get_active_run()
+        active = self.run_metrics.list_active_runs()
         runs = GaugeMetricFamily("edgefl_runs", "Runs that wait or are at work, by status.", labels=["status"])
         with contextlib.suppress(StoreError):  # a scrape returns what is available
             runs.add_metric([str(RunStatus.QUEUED)], self.num_queued())
         for status in (RunStatus.RUNNING, RunStatus.STOPPING):
-            runs.add_metric([str(status)], int(run is not None and run.status is status))
+            runs.add_metric([str(status)], sum(run.status is status for run in active))
         yield runs
-        if run is None:
+        if not active:
             return
         info = GaugeMetricFamily(
-            "edgefl_run_info", "1, with the active run.", labels=["run", "name", "task", "strategy"]
+            "edgefl_run_info", "1, with each active run.", labels=["run", "name", "task", "strategy"]
         )
-        info.add_metric([escape_text(label) for label in (run.run_id, run.name, run.task, run.strategy)], 1)
+        for run in active:
+            info.add_metric([escape_text(label) for label in (run.run_id, run.name, run.task, run.strategy)], 1)
         yield info
-        yield GaugeMetricFamily("edgefl_run_round", "The active run's last closed round.", value=run.round)
-        yield GaugeMetricFamily("edgefl_run_version", "The active run's model version.", value=run.version)
-        if run.accuracy is not None:
-            yield GaugeMetricFamily(
-                "edgefl_run_accuracy_ratio", "The active run's newest accuracy, 0 to 1.", value=run.accuracy
-            )
+        for name, text, values in (
+            ("round", "An active run's last closed round.", {run.run_id: run.round for run in active}),
+            ("version", "An active run's model version.", {run.run_id: run.version for run in active}),
+            ("accuracy_ratio", "An active run's newest accuracy, 0 to 1.", {r.run_id: r.accuracy for r in active}),
+        ):
+            family = GaugeMetricFamily(f"edgefl_run_{name}", text, labels=["run"])
+            for run_id, value in values.items():
+                if value is not None:
+                    family.add_metric([escape_text(run_id)], value)
+            if family.samples:
+                yield family
 
     def _collect_coordinator(self) -> Iterator[Metric]:
         if self.store_file is not None:

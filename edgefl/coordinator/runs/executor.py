@@ -374,15 +374,19 @@ def quarantine_damage(run_id: str, directory: CoordinatorDirectory) -> str | Non
     )
 
 
-def replay_to_damage(
+def replay_to_damage(  # noqa: PLR0913 the parts of a run, by name
     record: RunRecord,
     components: RunComponents,
     directory: CoordinatorDirectory,
     store: Store,
+    *,
     wal: WalJournal,
     history: HistoryWriter,
+    open_models: Callable[[], ModelRetention],
 ) -> str:
     """Replays a truncated journal to its last turn, and writes a checkpoint there.
+
+    `open_models` is called after the rollback, which removes models saved after the checkpoint.
 
     Returns:
         How far it came, in a line for the operator.
@@ -397,7 +401,7 @@ def replay_to_damage(
         raise ReplayError(str(error)) from error
     if start is None:
         return "goes on from the checkpoint that it had: no turn behind it is whole"
-    models = ModelRetention(directory.models, store, record.run_id, components.config.models)
+    models = open_models()
     try:
         version = RunExecutor(
             components=components,

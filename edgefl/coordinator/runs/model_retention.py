@@ -67,6 +67,7 @@ class ModelRetention:
         clock: Unix seconds, for the rows.
         write_every_s: minimum interval between writes.
         max_pending_bytes: limit of models in memory; beyond it `add` waits for the disk.
+        files_lock: shared by all runs of the folder: a file that one removes may be what another is about to name.
     """
 
     def __init__(  # noqa: PLR0913 two of them are for tests and odd disks
@@ -79,6 +80,7 @@ class ModelRetention:
         clock: Callable[[], float] = time.time,
         write_every_s: float = WRITE_EVERY_S,
         max_pending_bytes: int = MAX_PENDING_BYTES,
+        files_lock: threading.Lock | None = None,
     ) -> None:
         self._folder, self._store, self._run_id, self._rule = folder, store, run_id, rule
         self._clock, self._write_every_s, self._max_pending_bytes = clock, write_every_s, max_pending_bytes
@@ -89,7 +91,7 @@ class ModelRetention:
         self._needed_bytes = 0  # of a model that `add` has no room for
         self._error: EdgeflError | None = None
         self._is_closing = False
-        self._lock = threading.Condition()
+        self._lock, self._files_lock = threading.Condition(), files_lock or threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, version: int, round_number: int, last_record: int, model: Tensors) -> None:
@@ -157,11 +159,12 @@ class ModelRetention:
         )
         self._write()
         replaced = {saved.sha256} if (saved := self._saved_rows.get(version)) is not None else set()
-        sha256, path = save_model(self._folder, model)
-        self._saved_rows[version] = replace(
-            row, last_record=last_record, sha256=sha256, bytes_file=path.stat().st_size, at=self._clock()
-        )
-        self._apply_retention({version}, replaced)
+        with self._files_lock:
+            sha256, path = save_model(self._folder, model)
+            self._saved_rows[version] = replace(
+                row, last_record=last_record, sha256=sha256, bytes_file=path.stat().st_size, at=self._clock()
+            )
+            self._apply_retention({version}, replaced)
 
     def close(self) -> None:
         """Writes pending models, unless a write failed before; an interrupted run keeps its models."""
@@ -215,6 +218,10 @@ class ModelRetention:
 
     def _write(self) -> None:
         """Writes pending models and changed rows, then removes models that are not retained."""
+        with self._files_lock:
+            self._write_files()
+
+    def _write_files(self) -> None:
         with self._lock:
             pending_models = list(self._pending.values())
         for pending in pending_models:

@@ -31,7 +31,7 @@ MAX_ROUND_DURATIONS, MAX_ENDED_RUNS, MAX_REASON_CHARS = 20, 50, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveRun:
-    """The active run.
+    """An active run.
 
     `typical_round_s` is the median duration of its last rounds, `since_last_round_s` the time since the last one,
     `best_accuracy` the highest that this coordinator has seen, `rejections` the devices whose last updates were
@@ -66,7 +66,7 @@ class EndedRun:
 
 @dataclass(slots=True)
 class _RunCounters:
-    """Counters of the active run.
+    """Counters of an active run.
 
     `counted_items` are those seen since its newest checkpoint. Once `is_fully_observed`, this coordinator has seen
     all of them, and every unknown item is counted.
@@ -105,7 +105,7 @@ class RunMetrics:
         self, registry: CollectorRegistry | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._run: _RunCounters | None = None
+        self._runs: dict[str, _RunCounters] = {}
         self._recent_ends: deque[EndedRun] = deque(maxlen=MAX_ENDED_RUNS)
         self._num_ends = self._num_rounds = 0
         self._ended_runs = Counter("edgefl_runs_ended", "Runs that ended, by how.", ["status"], registry=registry)
@@ -146,31 +146,30 @@ class RunMetrics:
 
     def on_run_started(self, record: RunRecord) -> None:
         with self._lock:
-            self._run = _RunCounters(record, self._clock())
+            self._runs[record.run_id] = _RunCounters(record, self._clock())
 
     def on_run_paused(self, run_id: str) -> None:
         """Records that the run will replay everything since its newest checkpoint."""
         with self._lock:
-            if self._run is not None and self._run.record.run_id == run_id:
-                self._run.is_fully_observed = True
+            if (run := self._runs.get(run_id)) is not None:
+                run.is_fully_observed = True
 
-    def on_checkpoint(self) -> None:
-        """Records that nothing counted so far will be replayed."""
+    def on_checkpoint(self, run_id: str) -> None:
+        """Records that nothing counted so far of a run will be replayed."""
         with self._lock:
-            if self._run is not None:
-                self._run.counted_items.clear()
+            if (run := self._runs.get(run_id)) is not None:
+                run.counted_items.clear()
 
     def on_run_stopping(self, run_id: str) -> None:
         with self._lock:
-            if self._run is not None and self._run.record.run_id == run_id:
-                self._run.status = RunStatus.STOPPING
+            if (run := self._runs.get(run_id)) is not None:
+                run.status = RunStatus.STOPPING
 
     def on_run_ended(self, run_id: str, status: RunStatus, reason: str) -> None:
         """Records a final or interrupted status; `queued` is not counted as an end."""
         with self._lock:
-            accuracy = None
-            if self._run is not None and self._run.record.run_id == run_id:
-                accuracy, self._run = self._run.accuracy, None
+            run = self._runs.pop(run_id, None)
+            accuracy = run.accuracy if run is not None else None
             if status in {RunStatus.FAILED, RunStatus.FINISHED}:
                 self._num_ends += 1
                 self._recent_ends.append(
@@ -186,15 +185,16 @@ class RunMetrics:
         if status is not RunStatus.QUEUED:
             self._ended_runs.labels(str(status)).inc()
 
-    def record_rows(self, rows: HistoryRows, *, is_replay: bool = False) -> None:
-        """Counts the rows that the active run has just published.
+    def record_rows(self, run_id: str, rows: HistoryRows, *, is_replay: bool = False) -> None:
+        """Counts the rows that an active run has just published.
 
         Args:
+            run_id: of the run.
             rows: the published rows.
             is_replay: they come from a replay, and may have been counted before.
         """
         with self._lock:
-            run = self._run
+            run = self._runs.get(run_id)
             if run is None:
                 return
             should_count = partial(run.should_count, is_replay=is_replay)
@@ -214,26 +214,27 @@ class RunMetrics:
                 if isfinite(rows.accuracy):
                     run.best_accuracy = max(rows.accuracy, -inf if run.best_accuracy is None else run.best_accuracy)
 
-    def get_active_run(self) -> ActiveRun | None:
-        """Returns the state of the active run, if there is one."""
+    def list_active_runs(self) -> list[ActiveRun]:
+        """Returns the state of the active runs, the one that has been active for longest first."""
         with self._lock:
-            run = self._run
-            if run is None:
-                return None
-            return ActiveRun(
-                run_id=run.record.run_id,
-                name=run.record.name,
-                task=run.record.task,
-                strategy=run.record.strategy,
-                status=run.status,
-                round=run.round,
-                version=run.version,
-                accuracy=run.accuracy,
-                typical_round_s=median(run.durations_s) if run.durations_s else None,
-                since_last_round_s=self._clock() - run.last_change_s,
-                best_accuracy=run.best_accuracy,
-                rejections=dict(run.rejections),
-            )
+            now_s = self._clock()
+            return [
+                ActiveRun(
+                    run_id=run.record.run_id,
+                    name=run.record.name,
+                    task=run.record.task,
+                    strategy=run.record.strategy,
+                    status=run.status,
+                    round=run.round,
+                    version=run.version,
+                    accuracy=run.accuracy,
+                    typical_round_s=median(run.durations_s) if run.durations_s else None,
+                    since_last_round_s=now_s - run.last_change_s,
+                    best_accuracy=run.best_accuracy,
+                    rejections=dict(run.rejections),
+                )
+                for run in self._runs.values()
+            ]
 
     def list_ended_runs(self, *, after: int = 0) -> list[EndedRun]:
         """Returns the failed and finished runs with a higher number, oldest first."""

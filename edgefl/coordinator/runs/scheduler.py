@@ -1,4 +1,9 @@
-"""Run scheduler: executes queued runs one after the other; one that lacks boards to begin gives way."""
+"""Run scheduler: executes queued runs, one after the other or side by side; one that lacks boards gives way.
+
+Each active run has a thread and a journal of its own, and boards that work for it alone (see `allotments`). With one
+slot, runs follow one another. With several, a run that begins takes boards of active runs of lower priority, and the
+place of one where all slots are taken.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +26,7 @@ from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet, RunGivesWayError
 from edgefl.coordinator.execution.messaging import DeviceNotifier
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
@@ -34,7 +41,7 @@ from edgefl.coordinator.runs.executor import (
 )
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention, save_base
-from edgefl.coordinator.runs.planning import BuildRun, create_admission_requirements
+from edgefl.coordinator.runs.planning import BuildRun, create_admission_requirements, is_selected_trainer
 from edgefl.coordinator.runs.recovery import (
     MAX_CRASHES,
     RunStart,
@@ -53,7 +60,7 @@ from edgefl.coordinator.runs.recovery import (
     restore_from_checkpoint,
 )
 from edgefl.coordinator.runs.run_metrics import RunMetrics
-from edgefl.coordinator.runs.run_queue import RunQueue
+from edgefl.coordinator.runs.run_queue import MAX_CONSIDERED, RunQueue
 from edgefl.coordinator.runs.scales import record_scales
 from edgefl.coordinator.runs.stalls import (
     COMPILING,
@@ -74,6 +81,7 @@ from edgefl.coordinator.split.service import SplitRun, SplitRuns
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import (
     RETRYABLE_STORE_ERRORS,
+    ConfigError,
     EdgeflError,
     JournalError,
     RunFailedError,
@@ -101,6 +109,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUEUE_INTERVAL_S = 5.0
+"""How often the queue is looked at for runs whose boards have come."""
 COORDINATOR_STOPPED = "the coordinator was stopped"
 DEFAULT_STOP_REASON = "stopped"
 
@@ -110,7 +120,7 @@ class RunContext:
     """Shared services that runs work with.
 
     `plan_deployments` is called with a run that has finished, before the transaction that records its end; what it
-    returns is called in that.
+    returns is called in that. At most `num_slots` runs are active at a time.
     """
 
     directory: CoordinatorDirectory
@@ -123,6 +133,8 @@ class RunContext:
     idle_runs: IdleRuns = field(default_factory=IdleRuns)
     split_runs: SplitRuns = field(default_factory=SplitRuns)
     lineage: Lineage | None = None
+    num_slots: int = 1
+    model_files_lock: threading.Lock = field(default_factory=threading.Lock)
     plan_deployments: Callable[[str, RunConfig], Callable[[], None]] = lambda _run_id, _config: lambda: None
 
 
@@ -138,14 +150,19 @@ def _end_by_missing_file() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _CurrentRun:
-    """The active run; it has a fleet between its assembly and its end.
+class _ActiveExecution:
+    """An active run in its thread; it has a fleet between its assembly and its end.
 
     From the request of a stop on, `watchdog` observes its strategy; `is_stall_reported` once it delayed the stop.
     `keeps_place` if it gives way to no other, which is looked for at `look_s` while it lacks boards.
     """
 
     run_id: str
+    priority: int = 0
+    is_autonomous: bool = False
+    is_preempted: bool = False
+    was_recovered: bool = False
+    thread: threading.Thread = field(default_factory=threading.current_thread)
     fleet: LiveFleet | None = None
     history: HistoryWriter | None = None
     policy: RunParticipationPolicy | None = None
@@ -167,7 +184,7 @@ def _drop_journal(run_folder: Path) -> None:
 
 
 class RunScheduler:
-    """Executes runs in one thread; replies and progress are posted to it from others.
+    """Executes each run in a thread; replies and progress are posted to it from others.
 
     A run's status changes under one lock, so that a stop is neither lost nor overtakes the end of its run. Its holder
     waits for the store, so messages of devices are passed on without it.
@@ -181,7 +198,8 @@ class RunScheduler:
     def __init__(self, context: RunContext, on_fatal: Callable[[EdgeflError], None]) -> None:
         self._context, self._on_fatal = context, on_fatal
         self._wake_event, self._stop_event = threading.Event(), threading.Event()
-        self._current: _CurrentRun | None = None
+        self._active: Mapping[str, _ActiveExecution] = {}  # replaced under the lock, read without it
+        self._preempt_s = 0.0
         self._inexact_ids: set[str] = set()
         self._recovered_ids: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
@@ -194,7 +212,12 @@ class RunScheduler:
             idle_runs=context.idle_runs,
         )
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run_thread, name="runs", daemon=True)
+        self._threads = [
+            threading.Thread(
+                target=self._run_thread, name="runs" if number == 0 else f"runs-{number + 1}", daemon=True
+            )
+            for number in range(context.num_slots)
+        ]
 
     def recover(self) -> None:
         """Queues the unfinished runs of an earlier coordinator again.
@@ -250,26 +273,28 @@ class RunScheduler:
             self._end_run(run_id, RunStatus.STOPPED, message)
 
     def start(self) -> None:
-        """Starts the thread that executes the queue."""
-        self._thread.start()
+        """Starts the threads that execute the queue."""
+        for thread in self._threads:
+            thread.start()
 
     def wake(self) -> None:
-        """Wakes the thread after a run was queued."""
+        """Wakes the threads after a run was queued."""
+        self._preempt_s = 0.0
         self._wake_event.set()
 
     def is_active(self, run_id: str) -> bool:
         """Returns whether a run is being executed, or was recovered and no other is executed before it."""
-        active = self._current
-        return active.run_id == run_id if active is not None else run_id in self._recovered_ids
+        active = self._active
+        return run_id in active or (len(active) < self._context.num_slots and run_id in self._recovered_ids)
 
     def apply_idle_state(self, row: Json) -> Json:
         """Returns a run's row, with its status and reason replaced while it is paused or waits."""
         return self._context.idle_runs.apply_to(row)
 
     def is_blocked(self, run_id: str, device_id: str) -> bool:
-        """Returns whether a device of the active run is blocked after too many rejected updates."""
-        active = self._current
-        if active is None or active.run_id != run_id or active.policy is None:
+        """Returns whether a device of an active run is blocked after too many rejected updates."""
+        active = self._active.get(run_id)
+        if active is None or active.policy is None:
             return False
         return device_id in active.policy.blocked_devices
 
@@ -278,20 +303,23 @@ class RunScheduler:
         return self._autonomous_marker(run_id).exists()
 
     def post(self, item: Reply | Progress | InterruptedRunError) -> None:
-        """Passes an item to the active run, if there is one."""
-        active = self._current
-        fleet = active.fleet if active is not None else None
-        if fleet is not None:
-            fleet.post(item)
+        """Passes an item to the active run that it names; one that names none of them, to all."""
+        active = self._active
+        run_id = "" if isinstance(item, InterruptedRunError) else _get_run_id(item)
+        for run in [active[run_id]] if run_id in active else active.values():
+            fleet = run.fleet
+            if fleet is not None:
+                fleet.post(item)
 
     def flush(self) -> None:
-        """Flushes the active run's rows, and reports a stop delayed by its strategy; called periodically."""
-        active = self._current
-        if active is not None and active.stop_reason is not None and not active.is_stall_reported:
-            self._report_stall(active)
-        history = active.history if active is not None else None
-        if history is not None:
-            history.flush()
+        """Flushes the active runs' rows, and reports stops delayed by a strategy; called periodically."""
+        for run in self._active.values():
+            if run.stop_reason is not None and not run.is_stall_reported:
+                self._report_stall(run)
+            history = run.history
+            if history is not None:
+                history.flush()
+        self._preempt()
 
     def stop_run(self, run_id: str, reason: str) -> None:
         """Stops a run: a queued one at once, the active one after its in-flight work.
@@ -303,16 +331,17 @@ class RunScheduler:
             record = self._context.store.get_run(run_id)
             if record.status.is_final:
                 raise UsageError(f"run {run_id} is {record.status} already")
-            if self._current is None or self._current.run_id != run_id:
+            active = self._active.get(run_id)
+            if active is None:
                 self._recovered_ids.discard(run_id)
                 self._send_end(run_id)
                 self._set_status(run_id, RunStatus.STOPPED, reason)
                 return
             self._context.store.set_run_status(run_id, RunStatus.STOPPING, at=time.time(), reason=reason)
-            self._current.stop_reason = reason
+            active.stop_reason = reason
             self._context.metrics.on_run_stopping(run_id)
-            if self._current.fleet is not None:
-                self._current.fleet.post(StopRequested(reason=reason))
+            if active.fleet is not None:
+                active.fleet.post(StopRequested(reason=reason))
 
     def resume_run(self, run_id: str) -> None:
         """Queues an interrupted or stopped run again.
@@ -344,7 +373,7 @@ class RunScheduler:
             record_resume(self._context.store, record.run_id, f"was {record.status}", at=time.time())
 
     def stop(self) -> None:
-        """Interrupts the active run, so that it can be resumed, and ends the thread.
+        """Interrupts the active runs, so that they can be resumed, and ends the threads.
 
         A run whose strategy does not return is abandoned after `STOP_TIMEOUT_S`: everything is in its journal before
         it is acted on, and the thread ends with the process.
@@ -352,23 +381,15 @@ class RunScheduler:
         self._stop_event.set()
         self._wake_event.set()
         self.post(InterruptedRunError(COORDINATOR_STOPPED))
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(STOP_TIMEOUT_S)
-            if self._thread.is_alive():
-                self._log_stop_timeout()
+        until_s = time.monotonic() + STOP_TIMEOUT_S
+        for thread in self._threads:
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(max(0.0, until_s - time.monotonic()))
+        for run in self._active.values():
+            if run.thread.is_alive() and threading.current_thread() is not run.thread:
+                _log_stop_timeout(run)
 
-    def _log_stop_timeout(self) -> None:
-        """Logs where the run's thread is: the process ends without it, the next one replays the journal."""
-        active = self._current
-        log.error(
-            "run %s does not end within %.0f s, the coordinator ends without it: %s (%s)",
-            active.run_id if active is not None else "",
-            STOP_TIMEOUT_S,
-            (format_running_call(active.strategy) if active is not None else "") or "it is busy",
-            format_current_frame(self._thread),
-        )
-
-    def _report_stall(self, current: _CurrentRun) -> None:
+    def _report_stall(self, current: _ActiveExecution) -> None:
         """Reports, once, a strategy call that delays a stop for `REPORT_AFTER_S`."""
         call_s, call = (
             current.watchdog.compute_call_s(current.strategy, time.monotonic()),
@@ -376,7 +397,7 @@ class RunScheduler:
         )
         if not call or call_s < REPORT_AFTER_S:
             return
-        place = format_current_frame(self._thread)
+        place = format_current_frame(current.thread)
         message = f"cannot be stopped now: {call} for {call_s:.0f} s ({place}); restart the coordinator"
         self._context.store.record_event(RUN_STALLED, message, at=time.time(), run_id=current.run_id)
         current.is_stall_reported = True
@@ -387,9 +408,10 @@ class RunScheduler:
             try:
                 record = self._get_next_run()
                 if record is None:
-                    self._wake_event.wait(5.0)
+                    self._wake_event.wait(QUEUE_INTERVAL_S)
                     self._wake_event.clear()
                 else:
+                    self._wake_event.set()  # another thread may execute the next one
                     self._run_with_pauses(record)
                     # The objects of a run reference each other: its models would stay until the next full garbage
                     # collection, which is rare.
@@ -406,21 +428,84 @@ class RunScheduler:
             while self._to_stop:
                 stopping = self._context.store.get_run(self._to_stop.popleft().run_id)
                 if stopping.status is RunStatus.STOPPING:  # not ended meanwhile
-                    self._set_current(
-                        _CurrentRun(run_id=stopping.run_id, stop_reason=stopping.reason or DEFAULT_STOP_REASON)
-                    )
-                    self._context.metrics.on_run_started(stopping)
+                    self._activate(stopping, stop_reason=stopping.reason or DEFAULT_STOP_REASON)
                     return stopping
-            record = self._queue.get_next(self._recovered_ids)
+            record = self._queue.get_next(self._recovered_ids, is_alone=not self._active)
             if record is not None:
                 self._context.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
-                self._set_current(_CurrentRun(run_id=record.run_id))
-                self._context.metrics.on_run_started(record)
+                self._activate(record)
+            self._update_queue_reasons()
             return record
 
-    def _set_current(self, current: _CurrentRun) -> None:
-        self._current = current
-        self._recovered_ids.discard(current.run_id)
+    def _activate(self, record: RunRecord, stop_reason: str | None = None) -> None:
+        """Makes a run active, with the boards that it gets. The caller holds the lock."""
+        run_id = record.run_id
+        self._active = {
+            **self._active,
+            run_id: _ActiveExecution(
+                run_id=run_id,
+                priority=record.priority,
+                stop_reason=stop_reason,
+                was_recovered=run_id in self._recovered_ids or stop_reason is not None,
+            ),
+        }
+        self._recovered_ids.discard(run_id)
+        with contextlib.suppress(ConfigError):  # it ends with its reason
+            self._claim_boards(self._active[run_id], RunConfig.from_json(record.config))
+        self._context.metrics.on_run_started(record)
+
+    def _deactivate(self, run_id: str) -> None:
+        """Releases the slot and the boards of a run. The caller holds the lock."""
+        self._active = {name: run for name, run in self._active.items() if name != run_id}
+        self._context.registry.close_run(run_id)
+        self._preempt_s = 0.0
+        self._wake_event.set()
+
+    def _claim_boards(self, run: _ActiveExecution, config: RunConfig, previous_ids: Collection[str] = ()) -> None:
+        """Claims the boards that a run file selects; those of before a restart where others claim them too."""
+        self._context.registry.open_run(
+            BoardClaim(
+                run_id=run.run_id,
+                selects=lambda info: is_selected_trainer(info, config),
+                priority=run.priority,
+                is_kept=run.is_autonomous,
+                preferred_ids=frozenset(previous_ids if run.was_recovered else ()),
+            )
+        )
+
+    def _update_queue_reasons(self) -> None:
+        """Says of queued runs why they have not begun beside the active ones."""
+        num_slots, num_active = self._context.num_slots, len(self._active)
+        if num_slots == 1:
+            return
+        reasons: dict[str, str] = {}
+        for record in self._context.store.list_queued_runs()[:MAX_CONSIDERED] if num_active else ():
+            is_full = num_active >= num_slots
+            slots = f"{num_active} runs are active, and --parallel-runs is {num_slots}" if is_full else None
+            reason = slots or self._queue.explain_wait(record)
+            if reason is not None:
+                reasons[record.run_id] = reason
+        self._context.idle_runs.queue_reasons = reasons
+
+    def _preempt(self) -> None:
+        """Interrupts the active run of lowest priority for a queued one above it, where all slots are taken."""
+        active, now_s = self._active, time.monotonic()
+        if self._context.num_slots == 1 or len(active) < self._context.num_slots or now_s < self._preempt_s:
+            return
+        if any(run.is_preempted for run in active.values()):
+            return
+        self._preempt_s = now_s + LOOK_INTERVAL_S
+        self._update_queue_reasons()
+        # Of equals, the one that has been active for the shortest time has the least to lose.
+        victims = [run for run in reversed(list(active.values())) if run.fleet is not None and not run.is_autonomous]
+        victim = min(victims, key=lambda run: run.priority, default=None)
+        if victim is None:
+            return
+        successor, fleet = self._queue.find_successor(victim.run_id, above=victim.priority), victim.fleet
+        if successor is not None and fleet is not None:
+            reason = f"gives way to run {successor.run_id}, whose priority is {successor.priority}"
+            victim.is_preempted = True
+            fleet.post(RunGivesWayError(reason))
 
     def _run_with_pauses(self, record: RunRecord) -> None:
         """Executes one run to its end, over all pauses for a full disk or a locked store."""
@@ -508,7 +593,11 @@ class RunScheduler:
         if not should_compile(run, context.registry):
             return record
         compiler = Compiler(
-            context.directory.bases, context.directory.compiled, context.registry, context.store, self._is_stopping
+            context.directory.bases,
+            context.directory.compiled,
+            context.registry,
+            context.store,
+            lambda: self._is_stopping(record.run_id),
         )
         context.idle_runs.add(record.run_id, COMPILING_REASON, COMPILING)
         try:
@@ -519,9 +608,9 @@ class RunScheduler:
         finally:
             context.idle_runs.remove(record.run_id)
 
-    def _is_stopping(self) -> bool:
-        """Returns whether the active run, or the coordinator, is to stop."""
-        active = self._current
+    def _is_stopping(self, run_id: str) -> bool:
+        """Returns whether an active run, or the coordinator, is to stop."""
+        active = self._active.get(run_id)
         return self._stop_event.is_set() or (active is not None and active.stop_reason is not None)
 
     def _record_base(self, components: RunComponents, run_id: str) -> None:
@@ -551,13 +640,14 @@ class RunScheduler:
         """
         folder = self._context.directory.runs / run_id
         with self._lock:
-            if self._current is not None and self._current.stop_reason is not None:
+            active = self._active.get(run_id)
+            if active is not None and active.stop_reason is not None:
                 self._record_end(run_id, RunStatus.INTERRUPTED, reason)
             else:
                 if has_only_waited(folder):
                     _drop_journal(folder)
                 self._set_status(run_id, RunStatus.QUEUED, reason)
-            self._current = None
+            self._deactivate(run_id)
 
     def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
         """Queues the active run in another incarnation; one that is to be stopped ends here."""
@@ -567,18 +657,18 @@ class RunScheduler:
             with self._context.store.batch(durable=True):
                 if self._record_end(record.run_id, RunStatus.INTERRUPTED, reason) is RunStatus.INTERRUPTED:
                     self._queue_new_incarnation(record)
-            self._current = None
+            self._deactivate(record.run_id)
 
     def _end_run(self, run_id: str, status: RunStatus, reason: str) -> None:
         """Ends the execution of a run; one that is to be stopped is not interrupted."""
         with self._lock:
             self._record_end(run_id, status, reason)
-            self._current = None
+            self._deactivate(run_id)
 
     def _record_end(self, run_id: str, status: RunStatus, reason: str) -> RunStatus:
         """Records how the execution of a run ends, and returns the status. The caller holds the lock."""
-        active = self._current
-        stop_reason = active.stop_reason if active is not None and active.run_id == run_id else None
+        active = self._active.get(run_id)
+        stop_reason = active.stop_reason if active is not None else None
         if status is RunStatus.INTERRUPTED and stop_reason is not None:
             if reason == COORDINATOR_STOPPED:  # the next coordinator completes the stop
                 remove_crash_count(run_id, self._context.directory)
@@ -602,13 +692,13 @@ class RunScheduler:
         context, run_id, clock = self._context, record.run_id, RunClock()
         is_autonomous = components.strategy.is_autonomous
         executor: RunExecutor | None = None
-        if self._current is not None:
-            self._current.strategy = components.strategy
+        if (active := self._active.get(run_id)) is not None:
+            active.strategy, active.is_autonomous = components.strategy, is_autonomous
 
         def record_rows(rows: HistoryRows) -> None:
-            context.metrics.record_rows(rows, is_replay=executor is None or not executor.is_live)
+            context.metrics.record_rows(run_id, rows, is_replay=executor is None or not executor.is_live)
 
-        history = HistoryWriter(context.store, run_id, record_rows, context.metrics.on_checkpoint)
+        history = HistoryWriter(context.store, run_id, record_rows, partial(context.metrics.on_checkpoint, run_id))
         folder = context.directory.runs / run_id / "journal"
         if (privacy := get_private_mean(components.strategy)) is not None:
             self._open_spend_recorder(run_id, privacy.recorder)
@@ -622,7 +712,7 @@ class RunScheduler:
                 raise ReplayError(damage)
             start = self._load_run_start(record, components, wal)
             # After the rollback, which removed the models saved after the checkpoint.
-            models = ModelRetention(context.directory.models, context.store, run_id, components.config.models)
+            models = self._open_models(components, run_id)
             if is_autonomous:
                 write_atomic(self._autonomous_marker(run_id), b"")
             fleet, is_over = self._open_fleet(components, history, start, clock, wal), False
@@ -679,12 +769,31 @@ class RunScheduler:
         """Replays a truncated journal as far as possible, to a checkpoint."""
         context, run_id = self._context, record.run_id
         try:
-            message = replay_to_damage(record, components, context.directory, context.store, wal, history)
+            open_models = partial(self._open_models, components, run_id)
+            message = replay_to_damage(
+                record,
+                components,
+                context.directory,
+                context.store,
+                wal=wal,
+                history=history,
+                open_models=open_models,
+            )
         except ReplayError as error:
             message = f"goes on from the checkpoint that it had, since it cannot be followed to the damage: {error}"
         log.warning("run %s %s", run_id, message)
         with context.store.batch(durable=True):
             context.store.record_event(JOURNAL_REPLAYED, message, at=time.time(), run_id=run_id)
+
+    def _open_models(self, components: RunComponents, run_id: str) -> ModelRetention:
+        context = self._context
+        return ModelRetention(
+            context.directory.models,
+            context.store,
+            run_id,
+            components.config.models,
+            files_lock=context.model_files_lock,
+        )
 
     def _load_run_start(self, record: RunRecord, components: RunComponents, wal: WalJournal) -> RunStart:
         """Returns the start of a run; an unusable checkpoint ends only this run."""
@@ -711,7 +820,8 @@ class RunScheduler:
             self._context.notifier.send_command(info.device_id, command)
 
     def _complete_run(self, run_id: str, config: RunConfig, reason: str) -> None:
-        was_stopped = self._current is not None and self._current.stop_reason == reason
+        active = self._active.get(run_id)
+        was_stopped = active is not None and active.stop_reason == reason
         # Before the lock and the transaction: others wait for these, and it reads and writes models.
         record_deployments = None if was_stopped else self._context.plan_deployments(run_id, config)
         with self._lock:
@@ -720,23 +830,22 @@ class RunScheduler:
                 self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
                 if record_deployments is not None:
                     record_deployments()
-            self._current = None
+            self._deactivate(run_id)
 
     def _open_fleet(
         self, components: RunComponents, history: HistoryWriter, start: RunStart, clock: RunClock, wal: WalJournal
     ) -> LiveFleet:
         context, run_id, split = self._context, start.incarnations.run_id, components.split
+        active = self._active[run_id]
         split_run = None if split is None else SplitRun(split, components.header, components.shapes)
         if split_run is not None:
             context.split_runs.open(run_id, split_run)
         run = self._make_run_spec(components, start, wal, split_run)
+        if active.is_autonomous or active.was_recovered:
+            self._claim_boards(active, components.config, start.previous_devices)
 
-        # Autonomous devices train without the coordinator. What has begun has state on its boards.
-        keeps_place = (
-            components.strategy.is_autonomous
-            or components.config.devices.wait_s is not None
-            or not has_only_waited(context.directory.runs / run_id)
-        )
+        # Autonomous devices train without the coordinator.
+        keeps_place = components.strategy.is_autonomous or components.config.devices.wait_s is not None
 
         def record_event(kind: str, device_id: str, message: str) -> None:
             history.add_event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
@@ -744,8 +853,7 @@ class RunScheduler:
         def set_waiting(reason: str) -> None:
             if reason:
                 is_needed = components.config.strategy.name == SCALES_ANALYSIS
-                gives_way = not (keeps_place or fleet.has_started)
-                context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed, gives_way=gives_way)
+                context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed, gives_way=not keeps_place)
                 self._give_way(run_id, components.config, fleet, reason)
             else:
                 context.idle_runs.remove(run_id)
@@ -767,21 +875,20 @@ class RunScheduler:
             on_waiting=set_waiting,
         )
         with self._lock:
-            self._current = self._current or _CurrentRun(run_id=run_id)
-            self._current.fleet, self._current.history, self._current.policy = fleet, history, components.policy
-            self._current.keeps_place = keeps_place
-            if self._current.stop_reason is not None:
-                fleet.post(StopRequested(reason=self._current.stop_reason))
+            active.fleet, active.history, active.policy = fleet, history, components.policy
+            active.keeps_place = keeps_place
+            if active.stop_reason is not None:
+                fleet.post(StopRequested(reason=active.stop_reason))
         if self._stop_event.is_set():
             fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
         return fleet
 
     def _give_way(self, run_id: str, config: RunConfig, fleet: LiveFleet, reason: str) -> None:
-        """Lets a run that has long lacked boards to begin give way to a queued one that can."""
-        active, now_s = self._current, time.monotonic()
-        if active is None or active.keeps_place or fleet.has_started:
+        """Lets a run that has long lacked boards, to begin or to go on, give way to a queued one that can begin."""
+        active, now_s = self._active.get(run_id), time.monotonic()
+        if active is None or active.keeps_place:
             return
-        if self._queue.has_boards(run_id, config, has_started=False):
+        if self._queue.has_boards(run_id, config, has_started=fleet.has_started, priority=active.priority):
             active.look_s = None
             return
         if active.look_s is None:
@@ -789,7 +896,7 @@ class RunScheduler:
         if now_s < active.look_s:
             return
         active.look_s = now_s + LOOK_INTERVAL_S
-        successor = self._queue.find_successor()
+        successor = self._queue.find_successor(run_id)
         if successor is not None:
             fleet.post(RunGivesWayError(f"gives way to run {successor.run_id}: {reason}"))
 
@@ -822,11 +929,25 @@ class RunScheduler:
 
     def _close_fleet(self, fleet: LiveFleet, *, will_resume: bool) -> None:
         with self._lock:
-            if self._current is not None:
-                self._current.fleet = (
-                    None  # its history stays: published rows are durable in the journal, and written later
-                )
-        if self._current is not None:
-            self._context.idle_runs.remove(self._current.run_id)
+            if (active := self._active.get(fleet.run_id)) is not None:
+                active.fleet = None  # its history stays: published rows are durable in the journal, and written later
+        self._context.idle_runs.remove(fleet.run_id)
         fleet.close(will_resume=will_resume)
         self._context.split_runs.close(fleet.run_id)
+
+
+def _get_run_id(item: Reply | Progress) -> str:
+    """Returns the run that a message names, by the wire id `RUN/...` of its assignment; empty where it names none."""
+    wire_id = item.header.get("assignment") if isinstance(item, Reply) else item.assignment_id
+    return str(wire_id or "").partition("/")[0]
+
+
+def _log_stop_timeout(active: _ActiveExecution) -> None:
+    """Logs where a run's thread is: the process ends without it, the next one replays the journal."""
+    log.error(
+        "run %s does not end within %.0f s, the coordinator ends without it: %s (%s)",
+        active.run_id,
+        STOP_TIMEOUT_S,
+        format_running_call(active.strategy) or "it is busy",
+        format_current_frame(active.thread),
+    )

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -50,11 +50,16 @@ STOP_TIMEOUT_S = 45.0
 
 @dataclass(slots=True)
 class IdleRuns:
-    """Active runs without progress: paused, waiting for boards, or compiling. One thread writes, any may read."""
+    """Active runs without progress: paused, waiting for boards, or compiling. Thread-safe.
 
+    `queue_reasons` say of queued runs why they have not begun, where several runs are active side by side.
+    """
+
+    queue_reasons: Mapping[str, str] = field(default_factory=dict)
     _states: dict[str, tuple[str, str]] = field(default_factory=dict)
     _needed_ids: frozenset[str] = frozenset()
     _yielding_ids: frozenset[str] = frozenset()
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(
         self, run_id: str, reason: str, status: str = PAUSED, *, is_needed: bool = False, gives_way: bool = False
@@ -68,19 +73,23 @@ class IdleRuns:
             is_needed: it finds what the next run begins with.
             gives_way: another may begin before it.
         """
-        self._states = {**self._states, run_id: (status, reason)}
-        if is_needed:
-            self._needed_ids |= {run_id}
-        self._yielding_ids = self._yielding_ids | {run_id} if gives_way else self._yielding_ids - {run_id}
+        with self._lock:
+            self._states = {**self._states, run_id: (status, reason)}
+            if is_needed:
+                self._needed_ids |= {run_id}
+            self._yielding_ids = self._yielding_ids | {run_id} if gives_way else self._yielding_ids - {run_id}
 
     def remove(self, run_id: str) -> None:
-        self._states = {name: state for name, state in self._states.items() if name != run_id}
+        with self._lock:
+            self._states = {name: state for name, state in self._states.items() if name != run_id}
 
     def apply_to(self, row: Json) -> Json:
         """Returns a run's row, with status and reason replaced while it is idle; a queued one says behind whom."""
         states = self._states
         if (state := states.get(str(row.get("run_id")))) is not None:
             return {**row, "status": state[0], "reason": state[1]}
+        if row.get("status") == RunStatus.QUEUED and (reason := self.queue_reasons.get(str(row.get("run_id")))):
+            return {**row, "reason": reason}
         waiting = next((run_id for run_id, (status, _) in states.items() if status in _BUSY_WITH), None)
         if waiting is None or row.get("status") != RunStatus.QUEUED:
             return row

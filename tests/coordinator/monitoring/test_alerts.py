@@ -42,7 +42,7 @@ def wrong(settings: AlertSettings = SETTINGS, **readings: object) -> list[tuple[
 
 
 def test_nothing_is_wrong_with_a_fleet_that_is_well() -> None:
-    assert wrong(gone_s={"pi": 299.0}, run=RUN, disk_free_bytes={"coordinator": 10**9}, broker_lost_s=59.0,
+    assert wrong(gone_s={"pi": 299.0}, runs=[RUN], disk_free_bytes={"coordinator": 10**9}, broker_lost_s=59.0,
                  certificate_left_s={"ca": 31 * DAY_S}) == []  # fmt: skip
 
 
@@ -51,11 +51,11 @@ def test_a_device_is_missed_after_its_minutes() -> None:
 
 
 def test_a_run_stalls_after_so_many_times_its_usual_but_not_below_the_least() -> None:
-    assert wrong(run=replace(RUN, typical_round_s=1.0, since_last_round_s=599.0)) == []
-    assert wrong(run=replace(RUN, typical_round_s=1.0, since_last_round_s=600.0)) == [("run-stalled", "r1")]
-    assert wrong(run=replace(RUN, typical_round_s=200.0, since_last_round_s=999.0)) == []
-    assert wrong(run=replace(RUN, typical_round_s=200.0, since_last_round_s=1000.0)) == [("run-stalled", "r1")]
-    assert wrong(run=replace(RUN, since_last_round_s=600.0)) == [("run-stalled", "r1")]
+    assert wrong(runs=[replace(RUN, typical_round_s=1.0, since_last_round_s=599.0)]) == []
+    assert wrong(runs=[replace(RUN, typical_round_s=1.0, since_last_round_s=600.0)]) == [("run-stalled", "r1")]
+    assert wrong(runs=[replace(RUN, typical_round_s=200.0, since_last_round_s=999.0)]) == []
+    assert wrong(runs=[replace(RUN, typical_round_s=200.0, since_last_round_s=1000.0)]) == [("run-stalled", "r1")]
+    assert wrong(runs=[replace(RUN, since_last_round_s=600.0)]) == [("run-stalled", "r1")]
 
 
 def test_a_full_disk_must_have_room_again_before_it_is_over() -> None:
@@ -118,18 +118,18 @@ def test_no_message_about_an_address_shows_it(value: object) -> None:
 
 def test_an_accuracy_that_fell_is_told_until_it_is_half_way_back() -> None:
     fell = ("accuracy-fell", "r1")
-    assert wrong(run=replace(RUN, accuracy=0.81, best_accuracy=0.9)) == []
-    assert wrong(run=replace(RUN, accuracy=0.79, best_accuracy=0.9)) == [fell]
-    assert wrong(run=replace(RUN, accuracy=float("nan"), best_accuracy=0.9)) == [fell]
+    assert wrong(runs=[replace(RUN, accuracy=0.81, best_accuracy=0.9)]) == []
+    assert wrong(runs=[replace(RUN, accuracy=0.79, best_accuracy=0.9)]) == [fell]
+    assert wrong(runs=[replace(RUN, accuracy=float("nan"), best_accuracy=0.9)]) == [fell]
     for accuracy, still in ((0.84, [fell]), (0.86, [])):
-        readings = Readings(run=replace(RUN, accuracy=accuracy, best_accuracy=0.9))
+        readings = Readings(runs=[replace(RUN, accuracy=accuracy, best_accuracy=0.9)])
         assert [found.key for found in evaluate_rules(readings, SETTINGS, {fell})] == still
 
 
 def test_a_board_that_is_throttled_for_long_or_whose_updates_are_rejected_in_a_row_is_told() -> None:
     assert wrong(throttled={"pi-1": (59.0, "under-voltage")}) == []
     assert wrong(throttled={"pi-1": (60.0, "under-voltage")}) == [("throttled", "pi-1")]
-    assert wrong(run=replace(RUN, rejections={"pi-1": (2, "norm"), "pi-2": (3, "norm")})) == [
+    assert wrong(runs=[replace(RUN, rejections={"pi-1": (2, "norm"), "pi-2": (3, "norm")})]) == [
         ("updates-rejected", "pi-2")
     ]
 
@@ -272,7 +272,7 @@ def test_a_run_that_failed_is_told_even_when_another_begins_at_once(
     looked(site)
     looked(site)
     assert len(receiver.requests) == 1, "no round of the next run has closed yet"
-    site.meter.record_rows(HistoryRows(closed_rounds={1: (1, 2.0)}))
+    site.meter.record_rows("r2", HistoryRows(closed_rounds={1: (1, 2.0)}))
     receiver.wait(lambda: receiver.told()[1:] == [("run-failed", "r1", "ended")])
 
 
@@ -326,7 +326,7 @@ def test_a_run_is_followed_from_rejected_updates_and_a_lower_accuracy_to_its_end
         row = UpdateRow(
             assignment_id=f"a{number}", device_id="pi-1", round=1, base_version=0, outcome=outcome, reason="norm"
         )
-        site.meter.record_rows(HistoryRows(updates={row.assignment_id: row}))
+        site.meter.record_rows("r1", HistoryRows(updates={row.assignment_id: row}))
 
     for number, outcome in enumerate((UpdateStatus.REJECTED, UpdateStatus.USED, UpdateStatus.REJECTED)):
         end(number, outcome)
@@ -337,9 +337,9 @@ def test_a_run_is_followed_from_rejected_updates_and_a_lower_accuracy_to_its_end
     end(4, UpdateStatus.USED)
     receiver.wait(lambda: receiver.told()[1:] == [("updates-rejected", "pi-1", "ended")])
     for accuracy in (0.9, 0.5):
-        site.meter.record_rows(HistoryRows(accuracy=accuracy))
+        site.meter.record_rows("r1", HistoryRows(accuracy=accuracy))
     receiver.wait(lambda: receiver.told()[2:] == [("accuracy-fell", "r1", "started")])
-    site.meter.record_rows(HistoryRows(accuracy=0.95))
+    site.meter.record_rows("r1", HistoryRows(accuracy=0.95))
     receiver.wait(lambda: receiver.told()[3:] == [("accuracy-fell", "r1", "ended")])
     site.meter.on_run_ended("r1", RunStatus.FINISHED, "accuracy reached 0.95")
     receiver.wait(lambda: receiver.told()[4:] == [("goal-reached", "r1", "notice")])

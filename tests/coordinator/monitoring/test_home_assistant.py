@@ -202,7 +202,7 @@ def test_states_follow_boards_and_run(port: int, kept: dict[str, str]) -> None:
             seed=7,
         )  # fmt: skip
         site.meter.on_run_started(record)
-        site.meter.record_rows(HistoryRows(closed_rounds={3: (3, 2.0)}, accuracy=0.75))
+        site.meter.record_rows(record.run_id, HistoryRows(closed_rounds={3: (3, 2.0)}, accuracy=0.75))
         eventually(lambda: state("fleet")["round"] == 3)
         assert (state("fleet")["running"], state("fleet")["accuracy"], state("fleet")["boards_present"]) == (
             "ON", 0.75, 1,

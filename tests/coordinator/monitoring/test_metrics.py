@@ -125,11 +125,11 @@ def test_a_fleet_over_the_limit_is_only_counted(tmp_path: Path) -> None:
 
 def test_an_update_counts_once_with_its_bytes_whenever_its_outcome_comes(site: Site) -> None:
     site.meter.on_run_started(RUN)
-    site.meter.record_rows(rows(update(1, bytes_up=10, bytes_down=20)))
+    site.meter.record_rows("r1", rows(update(1, bytes_up=10, bytes_down=20)))
     assert site.value("edgefl_updates_total", outcome="used") == 0
-    site.meter.record_rows(rows(update(1, UpdateStatus.USED, 3, bytes_up=10, bytes_down=20)))
+    site.meter.record_rows("r1", rows(update(1, UpdateStatus.USED, 3, bytes_up=10, bytes_down=20)))
     site.meter.record_rows(
-        rows(update(2, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2), update(3, UpdateStatus.LOST))
+        "r1", rows(update(2, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2), update(3, UpdateStatus.LOST))
     )
     assert site.value("edgefl_updates_total", outcome="used") == 2
     assert site.value("edgefl_updates_total", outcome="lost") == 1
@@ -147,10 +147,10 @@ def shown(site: Site, numbers: range, **how: bool) -> None:
             assignment_id=f"e{number}", round=number, version=number, device_id="d", source="device", loss=1.0,
             accuracy=0.5, num_examples=9, at=5.0, bytes_up=100, bytes_down=100,
         )  # fmt: skip
-        site.meter.record_rows(rows(update(number, bytes_up=1, bytes_down=2), dispatches=[given]), **how)
+        site.meter.record_rows("r1", rows(update(number, bytes_up=1, bytes_down=2), dispatches=[given]), **how)
         ended = update(number, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2)
         closed = {"opened_rounds": {number: (5.0, 1)}, "closed_rounds": {number: (number, 6.0)}}
-        site.meter.record_rows(rows(ended, evaluations=[score], **closed), **how)
+        site.meter.record_rows("r1", rows(ended, evaluations=[score], **closed), **how)
 
 
 def counted(site: Site) -> tuple[float | None, ...]:
@@ -166,7 +166,7 @@ def counted(site: Site) -> tuple[float | None, ...]:
 def test_what_a_run_is_shown_again_after_a_pause_counts_once_and_what_was_not_seen_counts_now(site: Site) -> None:
     site.meter.on_run_started(RUN)
     shown(site, range(1, 3))
-    site.meter.on_checkpoint()
+    site.meter.on_checkpoint("r1")
     shown(site, range(3, 5))
     before = counted(site)
     site.meter.on_run_paused("r1")
@@ -180,10 +180,10 @@ def test_what_a_run_is_shown_again_after_a_pause_counts_once_and_what_was_not_se
 def test_what_another_coordinator_did_is_not_counted_and_the_run_stands_where_it_is(site: Site) -> None:
     site.meter.on_run_started(RUN)
     shown(site, range(1, 4), is_replay=True)
-    site.meter.record_rows(rows(update(4, bytes_up=1, bytes_down=2)), is_replay=True)
+    site.meter.record_rows("r1", rows(update(4, bytes_up=1, bytes_down=2)), is_replay=True)
     assert set(counted(site)) == {0}
-    assert (site.value("edgefl_run_round"), site.value("edgefl_run_version")) == (3, 3)
-    site.meter.record_rows(rows(update(4, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2)))
+    assert (site.value("edgefl_run_round", run="r1"), site.value("edgefl_run_version", run="r1")) == (3, 3)
+    site.meter.record_rows("r1", rows(update(4, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2)))
     assert counted(site) == (0, 1, 0, 0, 0, 0, 1), "its bytes came before"
     site.meter.on_run_paused("r1")
     shown(site, range(1, 4), is_replay=True)
@@ -193,18 +193,18 @@ def test_what_another_coordinator_did_is_not_counted_and_the_run_stands_where_it
 def test_a_round_lasts_from_its_first_assignment_to_its_close(site: Site) -> None:
     site.meter.on_run_started(RUN)
     given = AssignmentRow(assignment_id="a1", device_id="d", round=1, base_version=0, dispatched_at=50.0)
-    site.meter.record_rows(rows(dispatches=[given], opened_rounds={1: (50.0, 1)}))
+    site.meter.record_rows("r1", rows(dispatches=[given], opened_rounds={1: (50.0, 1)}))
     score = EvaluationRow(
         assignment_id="e", round=1, version=1, device_id="d", source="device", loss=1.0, accuracy=0.5,
         num_examples=9, at=53.0, bytes_up=5, bytes_down=6,
     )  # fmt: skip
-    site.meter.record_rows(rows(evaluations=[score], closed_rounds={1: (1, 54.0)}, accuracy=0.5))
+    site.meter.record_rows("r1", rows(evaluations=[score], closed_rounds={1: (1, 54.0)}, accuracy=0.5))
     assert site.value("edgefl_round_duration_seconds_sum") == 4.0
     assert site.value("edgefl_rounds_closed_total") == 1
     assert site.value("edgefl_assignments_total") == 1
     assert site.value("edgefl_uplink_bytes_total") == 5
-    assert (site.value("edgefl_run_round"), site.value("edgefl_run_version")) == (1, 1)
-    assert site.value("edgefl_run_accuracy_ratio") == 0.5
+    assert (site.value("edgefl_run_round", run="r1"), site.value("edgefl_run_version", run="r1")) == (1, 1)
+    assert site.value("edgefl_run_accuracy_ratio", run="r1") == 0.5
     assert site.value("edgefl_run_info", run="r1", name="n", task="digits", strategy="fedavg") == 1
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_is_over_is_counted_and_no_longer_shown(site: Site) -> None:
     assert (site.value("edgefl_runs", status="queued"), site.value("edgefl_runs", status="stopping")) == (3, 0)
     assert site.value("edgefl_runs_ended_total", status="stopped") == 1
     assert site.value("edgefl_runs_ended_total", status="queued") is None
-    assert site.value("edgefl_run_round") is None
+    assert site.value("edgefl_run_round", run="r1") is None
 
 
 def test_the_process_and_the_house_are_measured(site: Site, tmp_path: Path) -> None:
@@ -282,7 +282,8 @@ def test_every_metric_of_the_dashboard_is_exported(site: Site) -> None:
     site.add("pi-1", temperature_c=61.5, throttled="ok", battery_fraction=1.0, power_w=1.0)
     site.meter.on_run_started(RUN)
     site.meter.record_rows(
-        rows(update(1, UpdateStatus.USED, 0), opened_rounds={1: (1.0, 1)}, closed_rounds={1: (1, 2.0)}, accuracy=0.5)
+        "r1",
+        rows(update(1, UpdateStatus.USED, 0), opened_rounds={1: (1.0, 1)}, closed_rounds={1: (1, 2.0)}, accuracy=0.5),
     )
     exported = {name for name, _ in samples(site.metrics.render())} | {"edgefl_http_responses_total"}
     panels = load_grafana_dashboard()["panels"]

@@ -25,11 +25,12 @@ from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.replay import JournalReplay
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import compilation, scheduler, stalls
 from edgefl.coordinator.runs.checkpointing import PRIVACY_FILE, open_spend_recorder
 from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
-from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
+from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _ActiveExecution
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
@@ -129,7 +130,13 @@ TURN = TurnStarted(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="p
 
 def has_fleet(worker: RunScheduler) -> bool:
     """Whether a run is being driven."""
-    return worker._current is not None and worker._current.fleet is not None
+    return any(run.fleet is not None for run in worker._active.values())
+
+
+def get_only(worker: RunScheduler) -> _ActiveExecution:
+    """The only run that is active."""
+    (run,) = worker._active.values()
+    return run
 
 
 def left_behind(
@@ -139,12 +146,13 @@ def left_behind(
     reason: str | None = None,
     strategy: str = "fedavg",
     more: Json | None = None,
+    priority: int = 0,
 ) -> str:
     """A run as an earlier coordinator left it, with what its journal has."""
     config = parse_run({**CONFIG, "strategy": {"name": strategy}, **(more or {})}).to_json()
     store, directory = worker._context.store, worker._context.directory
     run_id = f"r{len(store.list_runs())}"
-    add_run(store, run_id, config=config)
+    add_run(store, run_id, config=config, priority=priority)
     store.set_run_status(run_id, status, at=2.0, reason=reason)
     with WalJournal(directory.runs / run_id / "journal", lambda _: {}) as wal:
         for entry in entries:
@@ -222,7 +230,7 @@ def test_a_coordinator_that_stops_ends_a_compilation_and_the_next_one_begins_the
     store: Store, compiling: RunScheduler
 ) -> None:
     compiling.stop()
-    assert not compiling._thread.is_alive()
+    assert not compiling._threads[0].is_alive()
     assert (store.get_run("r").status, store.get_run("r").reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
     RunScheduler(compiling._context, on_fatal=lambda _: None).recover()
     assert store.get_run("r").status is RunStatus.QUEUED
@@ -251,9 +259,9 @@ def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
     assert store.get_run(run_id).status is after
     assert store.get_run(run_id).resumes == 0
     assert worker.is_active(run_id) is (after is not RunStatus.INTERRUPTED), "its devices' work is not recalled"
-    worker._current = _CurrentRun(run_id="another")
+    worker._active = {"another": _ActiveExecution(run_id="another")}
     assert not worker.is_active(run_id)
-    worker._current = None
+    worker._active = {}
     if after is RunStatus.QUEUED:
         worker.stop_run(run_id, "somebody asked")
         assert not worker.is_active(run_id)
@@ -263,7 +271,7 @@ def test_a_stop_that_meets_the_end_of_its_coordinator_is_brought_to_its_end_by_t
     store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    worker._current = _CurrentRun(run_id=run_id)
+    worker._active = {run_id: _ActiveExecution(run_id=run_id)}
     driving = threading.Thread(target=worker._end_run, args=(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED))
     write = store.set_run_status
 
@@ -283,7 +291,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives
     store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    worker._current = _CurrentRun(run_id=run_id)
+    worker._active = {run_id: _ActiveExecution(run_id=run_id)}
     stop = threading.Thread(target=worker.stop_run, args=(run_id, "somebody asked"))
     seen: list[RunStatus] = []
 
@@ -319,12 +327,12 @@ def test_the_deployments_of_a_run_that_finishes_are_planned_before_others_wait_a
         return see
 
     worker._context = replace(worker._context, plan_deployments=plan)
-    worker._current = _CurrentRun(run_id=run_id)
+    worker._active = {run_id: _ActiveExecution(run_id=run_id)}
     worker._complete_run(run_id, parse_run(CONFIG), "all rounds")
     running, finished = RunStatus.RUNNING, RunStatus.FINISHED
     assert seen == [(False, running, running), (True, finished, running)]
     assert store.get_run(run_id).status is finished
-    worker._current = _CurrentRun(run_id=run_id, stop_reason="somebody asked")
+    worker._active = {run_id: _ActiveExecution(run_id=run_id, stop_reason="somebody asked")}
     worker._complete_run(run_id, parse_run(CONFIG), "somebody asked")
     assert (len(seen), store.get_run(run_id).status) == (2, RunStatus.STOPPED)
 
@@ -560,9 +568,8 @@ def test_a_run_that_lacks_boards_gives_way_to_one_that_does_not_and_begins_behin
     assert behind.startswith(
         f"it comes after run {first}, which waits for boards, and before it after 60 s of that if"
     )
-    assert worker._current is not None
     if is_to_be_stopped:
-        worker._current.stop_reason = "enough"  # a request that its fleet does not know yet
+        get_only(worker).stop_reason = "enough"  # a request that its fleet does not know yet
     registry.record_status("pi", status())
     second = left_behind(worker, RunStatus.QUEUED)
     eventually(lambda: store.get_run(second).status is RunStatus.RUNNING and has_fleet(worker))
@@ -592,7 +599,7 @@ def test_a_run_that_gives_way_begins_anew_unless_a_board_came_in_the_same_moment
     if has_decided:
         with WalJournal(journal, lambda _: {}) as wal:
             wal.record_decision(first_orders(run_id))
-    worker._current = _CurrentRun(run_id=run_id)
+    worker._active = {run_id: _ActiveExecution(run_id=run_id)}
     worker._requeue_lacking(run_id, "gives way")
     assert (store.get_run(run_id).status, store.get_run(run_id).reason) == (RunStatus.QUEUED, "gives way")
     assert journal.exists() is has_decided
@@ -600,22 +607,20 @@ def test_a_run_that_gives_way_begins_anew_unless_a_board_came_in_the_same_moment
 
 
 @with_parts
-@pytest.mark.parametrize("kept", ["has begun", "for a limited time", "its devices train by themselves"])
-def test_a_run_keeps_its_place_that_has_begun_or_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
-    store: Store, worker: RunScheduler, kept: str
+@pytest.mark.parametrize("kept", [None, "for a limited time", "its devices train by themselves"])
+def test_a_run_keeps_its_place_that_waits_for_a_limited_time_or_whose_devices_train_by_themselves(
+    store: Store, worker: RunScheduler, kept: str | None
 ) -> None:
     strategy = (
         {"name": "dsgd", "carrier": "peer"} if kept == "its devices train by themselves" else {"name": "fedavg"}
     )
     devices = {"groups": ["farm"], "wait_s": 600 if kept == "for a limited time" else None}
     run_id = left_behind(worker, RunStatus.QUEUED, TURN, more={"devices": devices, "strategy": strategy})
-    if kept == "has begun":
-        with WalJournal(worker._context.directory.runs / run_id / "journal", lambda _: {}) as wal:
-            wal.record_decision(first_orders(run_id))
+    with WalJournal(worker._context.directory.runs / run_id / "journal", lambda _: {}) as wal:
+        wal.record_decision(first_orders(run_id))
     worker.start()
     eventually(lambda: has_fleet(worker))
-    assert worker._current is not None
-    assert worker._current.keeps_place
+    assert get_only(worker).keeps_place is bool(kept)
     worker.stop()
 
 
@@ -628,7 +633,7 @@ def test_a_run_gives_way_only_after_a_minute_without_its_boards(
     now_s, posted = [1000.0], []
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: now_s[0])
     fleet: Any = SimpleNamespace(has_started=False, post=posted.append)
-    worker._current = _CurrentRun(run_id="r")
+    worker._active = {"r": _ActiveExecution(run_id="r")}
     left_behind(worker, RunStatus.QUEUED)
 
     def wait(seconds: float) -> bool:
@@ -645,10 +650,104 @@ def test_a_run_gives_way_only_after_a_minute_without_its_boards(
     assert not wait(59.0)
     assert wait(1.0)
     posted.clear()
-    worker._current.keeps_place = True
+    worker._active["r"].keeps_place = True
     assert not wait(100.0)
-    worker._current.keeps_place, fleet.has_started = False, True
-    assert not wait(100.0)
+    worker._active["r"].keeps_place, fleet.has_started = False, True
+    assert wait(10.0), "also one that has begun"
+
+
+def beside(worker: RunScheduler, num_slots: int = 2) -> RunScheduler:
+    """A scheduler of the same coordinator, with so many slots."""
+    return RunScheduler(replace(worker._context, num_slots=num_slots), on_fatal=lambda _: None)
+
+
+def add_reachable(worker: RunScheduler, *names: str) -> None:
+    """Adds boards that are there, and that Flower takes messages for."""
+    registry = worker._context.registry
+    registry.record_broker_link(connected=True)
+    for name in names:
+        node_id = worker._context.superlink.register(name.encode(), name)
+        registry.add(name, node_id=node_id, role="trainer", groups=(), examples={"digits": 5})
+        registry.record_status(name, status())
+
+
+def on(*names: str) -> Json:
+    return {"devices": {"names": list(names)}}
+
+
+def is_under_way(worker: RunScheduler, run_id: str) -> bool:
+    run = worker._active.get(run_id)
+    return run is not None and run.fleet is not None
+
+
+@with_parts
+def test_runs_are_active_side_by_side_and_one_that_lacks_its_boards_says_for_whom_they_work(
+    store: Store, worker: RunScheduler
+) -> None:
+    add_reachable(worker, "pi", "barn")
+    worker = beside(worker, 3)
+    first, second, behind = (left_behind(worker, RunStatus.QUEUED, more=on(name)) for name in ("pi", "barn", "pi"))
+    worker.start()
+    eventually(lambda: is_under_way(worker, first) and is_under_way(worker, second))
+    reason = lambda: worker.apply_idle_state({"run_id": behind, "status": "queued"}).get("reason")  # noqa: E731
+    eventually(lambda: reason() == f"its boards work for other runs: pi for {first}", timeout_s=30)
+    worker.post(Progress(device_id="pi", assignment_id=f"{first}/x", iteration=1, seconds_per_iteration=1.0, age_s=0))
+    worker.stop_run(first, "enough")
+    eventually(lambda: is_under_way(worker, behind))
+    assert (store.get_run(first).status, store.get_run(second).status) == (RunStatus.STOPPED, RunStatus.RUNNING)
+    worker.stop()
+    for run_id in (second, behind):
+        assert (store.get_run(run_id).status, store.get_run(run_id).reason) == (
+            RunStatus.INTERRUPTED, COORDINATOR_STOPPED,
+        )  # fmt: skip
+    again = beside(worker)
+    again.recover()
+    assert again.is_active(second)
+    assert again.is_active(behind)
+    again.start()
+    eventually(lambda: is_under_way(again, second) and is_under_way(again, behind))
+    again.stop()
+
+
+@with_parts
+def test_a_run_of_higher_priority_takes_the_place_of_the_lowest_which_goes_on_when_it_is_over(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_reachable(worker, "pi", "barn")
+    worker = beside(worker)
+    low, middle = (
+        left_behind(worker, RunStatus.QUEUED, more=on(name), priority=priority)
+        for name, priority in (("pi", 0), ("barn", 1))
+    )
+    worker.start()
+    eventually(lambda: is_under_way(worker, low) and is_under_way(worker, middle))
+    equal = left_behind(worker, RunStatus.QUEUED, more=on("pi"))
+    worker.wake()
+    worker.flush()
+    high = left_behind(worker, RunStatus.QUEUED, more=on("barn"), priority=5)
+    worker.wake()
+    eventually(lambda: worker.flush() or is_under_way(worker, high))  # type: ignore[func-returns-value]
+    assert str(store.get_run(low).reason).startswith(f"gives way to run {high}, whose priority is 5")
+    states = {run_id: store.get_run(run_id).status for run_id in (low, middle, equal)}
+    assert states == {low: RunStatus.QUEUED, middle: RunStatus.RUNNING, equal: RunStatus.QUEUED}
+    assert worker._context.registry.get_allotted_run("barn") == high
+    worker.stop_run(middle, "enough")
+    eventually(lambda: is_under_way(worker, low), timeout_s=30)
+    worker.stop()
+
+
+def test_what_a_device_sends_goes_to_the_run_that_it_names_and_else_to_all(worker: RunScheduler) -> None:
+    posted: dict[str, list[Any]] = {"r1": [], "r2": []}
+    worker._active = {
+        name: _ActiveExecution(run_id=name, fleet=SimpleNamespace(post=items.append))  # type: ignore[arg-type]
+        for name, items in posted.items()
+    }
+    progress = Progress(device_id="a", assignment_id="r2/x", iteration=1, seconds_per_iteration=1.0, age_s=0.0)
+    reply = Reply(node_id=1, instruction_id="i", header={"assignment": "r1/x"}, body=b"", bytes_up=0, bytes_down=0)
+    unnamed = replace(reply, header={"error": "malformed"})
+    for item in (progress, reply, unnamed):
+        worker.post(item)
+    assert posted == {"r1": [reply, unnamed], "r2": [progress, unnamed]}
 
 
 class Hindered:
@@ -764,8 +863,7 @@ def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: S
     try:
         worker.start()
         eventually(lambda: has_fleet(worker))
-        assert worker._current is not None
-        fleet = weakref.ref(worker._current.fleet)
+        fleet = weakref.ref(get_only(worker).fleet)
         worker.stop_run("r", "enough")
         eventually(lambda: store.get_run("r").status is RunStatus.STOPPED)
 
@@ -862,12 +960,12 @@ def hung(store: Store, worker: RunScheduler, mine: str) -> Iterator[str]:
     run_id = left_behind(worker, RunStatus.QUEUED, strategy=f"{mine}:Hanging")
     worker.start()
     eventually(
-        lambda: worker._current is not None and format_running_call(worker._current.strategy).startswith("assign of")
+        lambda: any(format_running_call(run.strategy).startswith("assign of") for run in worker._active.values())
     )
     yield run_id
     sys.modules[mine].released.set()
     worker.stop()
-    worker._thread.join(60)
+    worker._threads[0].join(60)
 
 
 @with_parts
@@ -876,12 +974,12 @@ def test_a_coordinator_ends_without_a_run_whose_strategy_does_not_return(
 ) -> None:
     monkeypatch.setattr("edgefl.coordinator.runs.scheduler.STOP_TIMEOUT_S", 0.1)
     worker.stop()
-    assert worker._thread.is_alive()
+    assert worker._threads[0].is_alive()
     said = (
         f"run {hung} does not end within 0 s, the coordinator ends without it: assign of strategy {mine}:Hanging has"
     )
     assert said in caplog.text
-    assert worker._thread.daemon, "it ends with the process"
+    assert worker._threads[0].daemon, "it ends with the process"
     assert store.get_run(hung).status is RunStatus.RUNNING
 
     RunScheduler(worker._context, on_fatal=lambda _: None).recover()
