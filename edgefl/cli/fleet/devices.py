@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "device_id", "presence", "problem", "drift", "drained", "blocked", "cloned", "silent_s", "role", "groups",
-    "examples", "run", "iteration", "temperature_c", "seconds_per_iteration", "model", "version", "joined_at",
+    "examples", "allotted_to", "run", "iteration", "temperature_c", "seconds_per_iteration", "model", "version",
+    "joined_at",
 )  # fmt: skip
 LOG_COLUMNS = ("device_id", "n", "at", "level", "logger", "run", "assignment", "message")
 FOLLOW_INTERVAL_S = 1.0
 _OPTIONAL_COLUMNS = (
-    "problem", "drift", "drained", "blocked", "cloned", "groups", "run", "iteration", "temperature_c", "model",
+    "problem", "drift", "drained", "blocked", "cloned", "groups", "allotted_to", "run", "iteration", "temperature_c",
+    "model",
 )  # fmt: skip
 _DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 

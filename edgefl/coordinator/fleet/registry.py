@@ -50,6 +50,7 @@ DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
         "cloned": None,
         "problem": None,
         "drift": None,
+        "allotted_to": None,
         **dict.fromkeys(_HEARTBEAT_FIELDS),
         "seconds_per_iteration": None,
     }
@@ -457,6 +458,7 @@ class DeviceRegistry:
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
                         "drift": format_drift(parse_drift(entry.info.capabilities)),
                         "problem": find_problem(entry.info) if "shard_errors" in entry.info.capabilities else None,
+                        "allotted_to": self._allotments.get_run(device_id),
                         **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
                     }

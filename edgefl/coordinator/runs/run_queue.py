@@ -57,16 +57,16 @@ class RunQueue:
         num_boards = sum(is_selected_trainer(info, config) for info in boards)
         return num_boards >= (1 if has_started else self._count_needed(config))
 
-    def explain_wait(self, record: RunRecord) -> str | None:
-        """Returns which boards of a queued run work for others, in words; None where that is not why it waits."""
+    def explain_wait(self, record: RunRecord) -> str:
+        """Returns why a queued run does not begin beside the active ones, in words."""
         try:
             config = RunConfig.from_json(record.config)
         except ConfigError:
-            return None
+            return "it begins next"  # and ends with its reason
         boards = [info for info in self._registry.list_devices() if is_selected_trainer(info, config)]
         taken = [info for info in boards if self._get_holder(info, record) is not None]
         if not taken:
-            return None
+            return "fewer of its boards are there than it needs"
         names = ", ".join(f"{info.device_id} for {self._get_holder(info, record)}" for info in taken[:MAX_NAMES])
         more = ", …" if len(taken) > MAX_NAMES else ""
         return f"its boards work for other runs: {names}{more}"

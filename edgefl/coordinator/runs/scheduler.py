@@ -478,13 +478,12 @@ class RunScheduler:
         num_slots, num_active = self._context.num_slots, len(self._active)
         if num_slots == 1:
             return
-        reasons: dict[str, str] = {}
-        for record in self._context.store.list_queued_runs()[:MAX_CONSIDERED] if num_active else ():
-            is_full = num_active >= num_slots
-            slots = f"{num_active} runs are active, and --parallel-runs is {num_slots}" if is_full else None
-            reason = slots or self._queue.explain_wait(record)
-            if reason is not None:
-                reasons[record.run_id] = reason
+        queued = self._context.store.list_queued_runs()[:MAX_CONSIDERED] if num_active else []
+        if num_active >= num_slots:
+            reason = f"{num_active} runs are active, and --parallel-runs is {num_slots}"
+            reasons = {record.run_id: reason for record in queued}
+        else:
+            reasons = {record.run_id: self._queue.explain_wait(record) for record in queued}
         self._context.idle_runs.queue_reasons = reasons
 
     def _preempt(self) -> None:

@@ -25,6 +25,7 @@ from edgefl.coordinator.execution.live_fleet import (
     add_base_traffic,
 )
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.registry import ASK_AGAIN_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import NetworkError, SplitSessionError
@@ -1020,3 +1021,35 @@ def test_a_device_is_believed_two_downloads_of_the_base_in_all_of_a_run():
     for refused in (True, -1, 0, "5", None, 1.5):
         assert count(refused, "pi-3") == 0
     assert count(100, None) == count(100, "pi-3", {}) == 0
+
+
+def test_a_board_that_is_given_to_another_run_is_recalled_and_comes_back_when_that_is_over(site):
+    site.registry.open_run(BoardClaim(run_id=RUN, selects=lambda _info: True))
+    site.give(training())
+    site.registry.open_run(BoardClaim(run_id="other", selects=lambda _info: True, priority=1))
+    assert lost(site) == [("a-1", UpdateStatus.LOST, "its board works for run other now")]
+    assert ("pi", "finish-early", f"{RUN}/a-1") in site.bell.commands
+    assert not site.mail.open, "it is not fetched any more"
+    site.reply(101)
+    assert site.of(Update) == [], "what it finished all the same counts for nothing"
+    assert not site.fleet.view().idle
+    site.registry.close_run("other")
+    assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+    assert list(site.fleet.view().idle) == ["pi"]
+
+
+def test_a_run_that_admits_nobody_after_its_start_leaves_later_boards_to_others():
+    site = Site(join_at_start=True)
+    site.add("pi")
+    site.registry.open_run(BoardClaim(run_id=RUN, selects=lambda _info: True))
+    site.registry.open_run(BoardClaim(run_id="other", selects=lambda _info: True))
+    site.events()
+    site.fleet.view()
+    site.give(training())
+    site.add("late")
+    assert site.registry.get_allotted_run("late") == RUN
+    site.events()
+    site.fleet.view()
+    assert site.registry.get_allotted_run("late") == "other"
+    assert site.registry.get_allotted_run("pi") == RUN
+    site.fleet.close()
