@@ -14,7 +14,7 @@ from edgefl.simulation.local_fleet import LocalFleet
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 LEFT, RIGHT = ["device-01", "device-02"], ["device-03", "device-04"]
-ROUNDS, KILLS = 12, 4
+ROUNDS, KILLS = 40, 3
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def test_two_runs_lose_and_double_nothing_over_kills_of_their_coordinator(fleet:
     undisturbed = [
         fleet.wait_for_run(submit(fleet, tools, names, seed=seed))["model"] for names, seed in ((LEFT, 1), (RIGHT, 2))
     ]
-    runs = [submit(fleet, tools, names, seed=seed, pace_s=0.1) for names, seed in ((LEFT, 1), (RIGHT, 2))]
+    runs = [submit(fleet, tools, names, seed=seed, pace_s=0.3) for names, seed in ((LEFT, 1), (RIGHT, 2))]
     for number in range(KILLS):
         for run_id in runs:
             tools.wait_rounds(fleet, run_id, 2 * number + 1)

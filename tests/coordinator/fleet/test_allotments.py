@@ -102,6 +102,8 @@ def test_boards_that_join_change_or_leave_are_allotted_as_all_others(registry: D
     assert registry.get_allotted_run("d") == "r"
     registry.add("d", node_id=99, role="trainer", groups=(), examples={"digits": 5})
     assert registry.get_allotted_run("d") is None
+    open_run(registry, "later", "d")
     registry.add("d", node_id=99, role="trainer", groups=("farm",), examples={"digits": 5})
+    assert registry.get_allotted_run("d") == "later", "it stays where it is"
     registry.remove("d")
     assert registry.get_allotted_run("d") is None

@@ -248,6 +248,18 @@ def test_an_interrupted_run_keeps_what_it_had_and_another_coordinator_counts_it(
     assert versions(store) == [2, 4, 5, 6]
 
 
+def test_no_run_writes_or_removes_files_while_another_one_of_the_folder_does(folder: Path, keep: Any) -> None:
+    lock = threading.Lock()
+    first = keep(pace={"files_lock": lock})
+    with lock:
+        ending = threading.Thread(target=first.finish, args=(1, 1, 1, model(1)))
+        ending.start()
+        ending.join(0.3)
+        assert files(folder) == set()
+    ending.join(60)
+    assert len(files(folder)) == 1
+
+
 def test_files_that_another_run_or_a_run_file_names_stay(store: Store, folder: Path, keep: Any) -> None:
     first = keep()
     first.finish(1, 1, 10, model(1))
