@@ -111,7 +111,7 @@ class InterruptedRunError(EdgeflError):
 
 
 class RunGivesWayError(InterruptedRunError):
-    """Raised when a run that lacks boards to begin gives way to another; it begins after that."""
+    """Raised when a run gives way to another, for lack of boards or by priority; it is queued again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

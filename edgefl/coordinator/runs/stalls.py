@@ -33,7 +33,7 @@ COMPILING_REASON = "its task is compiled for boards without torch, which may tak
 RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
 """Event kinds; both are written once the store is writable again, each with its own time."""
 GIVE_WAY_AFTER_S, LOOK_INTERVAL_S = 60.0, 10.0
-"""A run that has lacked boards to begin for so long gives way to a queued one whose boards are there; and how often
+"""A run that has lacked boards for so long gives way to a queued one whose boards are there; and how often
 one is looked for."""
 _BUSY_WITH = {WAITING: "waits for boards", COMPILING: "compiles its task"}
 MIN_FREE_BYTES = 512 * 1024
