@@ -26,7 +26,7 @@ from edgefl.core.config import (
     HomeAssistantSettings,
     OpenIdSettings,
 )
-from edgefl.core.errors import ConfigError, NotJoinedError
+from edgefl.core.errors import ConfigError, NotJoinedError, UsageError
 from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
 from edgefl.core.safe_parsing import format_toml, parse_toml
@@ -58,7 +58,8 @@ class CoordinatorDirectory:
 
     `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
     only SHA-256 hashes are stored. `store` is the URL of a database server, perhaps with a password; None for SQLite
-    in the directory. `allow_modules` may be imported for a name in a run file.
+    in the directory. `shared_models` is the URL of the files that its hosts share, None for one host alone.
+    `allow_modules` may be imported for a name in a run file.
     """
 
     root: Path
@@ -73,6 +74,7 @@ class CoordinatorDirectory:
     home_assistant: HomeAssistantSettings = field(default_factory=HomeAssistantSettings)
     openid: OpenIdSettings = field(default_factory=OpenIdSettings)
     store: str | None = field(default=None, repr=False)
+    shared_models: str | None = None
     allow_modules: tuple[str, ...] = ()
 
     settings = ChildPath("settings.toml")
@@ -270,6 +272,25 @@ def set_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDi
     return changed
 
 
+def set_shared_models(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDirectory:
+    """Returns the directory whose hosts share files at this URL, saved in its settings; None changes nothing.
+
+    Raises:
+        UsageError: the URL is no place for them, or the store is no database server; the settings are unchanged.
+        StoreError: there is no such folder.
+    """
+    if url is None or url == directory.shared_models:
+        return directory
+    from edgefl.storage.shared_objects import open_shared_objects  # noqa: PLC0415 only with a second host
+
+    open_shared_objects(url)
+    if directory.store is None or "://" not in directory.store:
+        raise UsageError("--models needs a store on PostgreSQL beside it: --store postgresql://USER@HOST/DATABASE")
+    changed = replace(directory, shared_models=url)
+    _write_settings(changed)
+    return changed
+
+
 def add_allowed_modules(directory: CoordinatorDirectory, modules: Sequence[str]) -> CoordinatorDirectory:
     """Returns the directory with more modules that run files may name, saved in its settings.
 
@@ -342,6 +363,8 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
     } | ({} if directory.store is None else {"store": directory.store})
+    if directory.shared_models is not None:
+        values["shared_models"] = directory.shared_models
     if directory.allow_modules:
         values["allow_modules"] = list(directory.allow_modules)
     tables: dict[str, Any] = {
@@ -370,7 +393,7 @@ def _read_settings(root: Path) -> dict[str, Any] | None:
 
 def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
     types_by_key = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
-    optional_types = {"store": str, "allow_modules": list}
+    optional_types = {"store": str, "shared_models": str, "allow_modules": list}
     for key, kind in (types_by_key | {key: kind for key, kind in optional_types.items() if key in value}).items():
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
@@ -392,6 +415,7 @@ def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirector
         home_assistant=_parse_section(root, HomeAssistantSettings, value.get("home_assistant", {}), "home_assistant"),
         openid=_parse_section(root, OpenIdSettings, value.get("openid", {}), "openid"),
         store=value.get("store"),
+        shared_models=value.get("shared_models"),
         allow_modules=tuple(map(str, value.get("allow_modules", ()))),
     )
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from starlette.requests import Request
 
@@ -63,6 +63,9 @@ from edgefl.storage.queries.dashboard import get_last_seen_times
 from edgefl.storage.store import Store
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, raise_file_limit, run_watchdog
 
+if TYPE_CHECKING:
+    from edgefl.coordinator.failover import Failover
+
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
@@ -74,6 +77,10 @@ PrepareDirectory = Callable[[CoordinatorDirectory], CoordinatorDirectory]
 
 def _keep_unchanged(directory: CoordinatorDirectory) -> CoordinatorDirectory:
     return directory
+
+
+class _StoppedWhileStandingByError(Exception):
+    """Raised when a coordinator is stopped before it became the active one of its fleet."""
 
 
 class Coordinator:
@@ -108,6 +115,7 @@ class Coordinator:
         self._router = DeviceMessageRouter()
         self._idle_runs, self._split_runs = IdleRuns(), SplitRuns()
         self._web: WebServer | None = None
+        self._failover: Failover | None = None
         self._closers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -184,7 +192,9 @@ class Coordinator:
         So at the end the evaluator stops first, then the active run is interrupted, and only then MQTT client, broker
         and store close.
         """
-        listener = self._lock_directory()
+        self._closers.enter_context(self._directory.lock())
+        self._stand_by()
+        listener = self._open_port()
         self._open_store()
         self._open_fleet()
         self._open_mqtt()
@@ -195,9 +205,17 @@ class Coordinator:
         self._start(clients)
         log.info("fleet %s at https://%s:%d", self._directory.fleet, self._options.host, self._options.port)
 
-    def _lock_directory(self) -> socket.socket:
-        """Locks the directory, opens the port, and returns the listening socket."""
-        self._closers.enter_context(self._directory.lock())
+    def _stand_by(self) -> None:
+        """Waits, where several hosts share the fleet, until this one is to be the active one."""
+        if self._directory.shared_models is not None:
+            from edgefl.coordinator.failover import Failover  # noqa: PLC0415 only with a second host
+
+            self._failover = self._closers.enter_context(Failover(self._directory, on_lost=self._fail))
+            if not self._failover.stand_by(self._stopping):
+                raise _StoppedWhileStandingByError
+
+    def _open_port(self) -> socket.socket:
+        """Opens the port, and returns the listening socket."""
         check_room(self._directory.root)
         listener = open_listener(self._options.host, self._options.port)
         self._closers.callback(listener.close)
@@ -211,8 +229,14 @@ class Coordinator:
         self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
         self._store.database.check()
+        if self._failover is not None:
+            self._failover.open(self._store.database)
         self._lineage = open_lineage(
-            self._store, self._directory.root, runs_folder=self._directory.runs, now=time.time()
+            self._store,
+            self._directory.root,
+            runs_folder=self._directory.runs,
+            now=time.time(),
+            is_shared=self._failover is not None,
         )
         self._closers.callback(self._lineage.close)
         self._store_guard = StoreOutageGuard(
@@ -304,6 +328,7 @@ class Coordinator:
             metrics=self._monitoring.run_metrics,
             idle_runs=self._idle_runs,
             lineage=self._lineage,
+            mirror=None if self._failover is None else self._failover.mirror,
             split_runs=self._split_runs,
             num_slots=self._options.parallel_runs,
         )
@@ -457,7 +482,7 @@ def serve(coordinator: Coordinator) -> None:
     notifier = (
         SystemdNotifier.from_environment()
     )  # before there are child processes, which must not notify in our name
-    with on_stop_signal(coordinator.stop), coordinator:
+    with on_stop_signal(coordinator.stop), contextlib.suppress(_StoppedWhileStandingByError), coordinator:
         with run_watchdog(notifier, coordinator.liveness):
             coordinator.wait()
         log.info("stopping")

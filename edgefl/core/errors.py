@@ -13,7 +13,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── StoreError               10  the database or a model file cannot be used
 │   ├── StoreFullError       11  no room on the disk
 │   ├── StoreTooNewError     12  a database, journal or checkpoint that a newer edgefl wrote
-│   └── StoreBusyError       14  in use by another program
+│   ├── StoreBusyError       14  in use by another program
+│   └── LeaseLostError       17  another host has taken over the fleet
 ├── JournalError             13  a damaged journal or checkpoint
 │   └── NotKeptError         15  what a strategy gives can be in none, or is there no longer
 ├── NetworkError             20  a peer cannot be reached or answers nonsense
@@ -115,6 +116,12 @@ class StoreTooNewError(StoreError):
 
 class StoreBusyError(StoreError):
     exit_code = 14
+
+
+class LeaseLostError(StoreError):
+    """Another host is the fleet's active coordinator; what this one would write is refused."""
+
+    exit_code = 17
 
 
 class JournalError(EdgeflError):

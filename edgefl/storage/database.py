@@ -118,6 +118,18 @@ class CommitCounter(Protocol):
     def save(self, num_commits: int) -> None: ...
 
 
+class WriteFence(Protocol):
+    """Takes part in every transaction that writes; see `storage.mirror`.
+
+    `prepare` is called before it starts, `check` as its first statement, and `finish` after its commit. What the
+    first two raise prevents it.
+    """
+
+    def prepare(self) -> None: ...
+    def check(self, connection: Connection) -> None: ...
+    def finish(self) -> None: ...
+
+
 class Database:
     """An open database. Thread-safe; `batch` makes one transaction of the calls inside it.
 
@@ -133,6 +145,7 @@ class Database:
         }
         self._write_lock = threading.RLock()
         self._commit_counter: CommitCounter | None = None
+        self._fence: WriteFence | None = None
         self.damage: StoreError | None = None
         self._thread_batch = threading.local()
 
@@ -148,19 +161,24 @@ class Database:
             StoreTooNewError: a newer edgefl wrote it.
             StoreError: it cannot be opened, or is not an edgefl store.
         """
+        database = cls.connect(url_or_path, read_only=read_only)
+        try:
+            with translate_errors(database.location):
+                database._upgrade_if_needed()  # noqa: SLF001 our own
+        except BaseException:  # an interrupt too: its connections are closed
+            database.close()
+            raise
+        return database
+
+    @classmethod
+    def connect(cls, url_or_path: str | Path, *, read_only: bool = False) -> Self:
+        """Returns the database as `open` does, with whatever schema it has."""
         url = _parse_url(url_or_path)
         is_sqlite = url.get_backend_name() == "sqlite"
         location = str(url.database) if is_sqlite else url.render_as_string(hide_password=True)
         if is_sqlite:
             _prepare_file(Path(location), read_only=read_only)
-        database = cls(_make_engine(url, read_only=read_only), location=location, read_only=read_only)
-        try:
-            with translate_errors(location):
-                database._upgrade_if_needed()
-        except BaseException:  # an interrupt too: its connections are closed
-            database.close()
-            raise
-        return database
+        return cls(_make_engine(url, read_only=read_only), location=location, read_only=read_only)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -169,6 +187,11 @@ class Database:
         """Sets the counter of durable transactions; on return none uses the former one."""
         with self._write_lock:
             self._commit_counter = counter
+
+    def set_fence(self, fence: WriteFence | None) -> None:
+        """Sets the fence of all transactions that write; on return none uses the former one."""
+        with self._write_lock:
+            self._fence = fence
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -208,10 +231,16 @@ class Database:
                 yield current
             return
         with self._write_lock, self._translate_errors():
-            counter = self._commit_counter if durable else None
+            counter, fence = self._commit_counter if durable else None, self._fence
+            if fence is not None:
+                fence.prepare()
             with self._write_engines[durable].begin() as connection:
+                if fence is not None:
+                    fence.check(connection)
                 num_commits = 0 if counter is None else counter.count(connection)
                 yield connection
+            if fence is not None:
+                fence.finish()
             if counter is not None:
                 counter.save(num_commits)
 

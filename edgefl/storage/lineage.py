@@ -73,6 +73,8 @@ class Lineage:
     Args:
         store: whose durable transactions are counted from now on.
         folder: of the two files.
+        is_shared: whether other hosts write to the store in turn, each with files of its own: these may be missing,
+            and behind the store.
 
     Attributes:
         lineage_id: 32 hexadecimal digits.
@@ -84,13 +86,16 @@ class Lineage:
         StoreError: a file cannot be written.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, *, is_shared: bool = False) -> None:
         self._store, self._folder = store, folder
         self._handle, self._changed_ns, self._has_write_failed = -1, 0, False
         self.num_lost_commits = 0
         self.finding: str | None = None
         row, mark = self._read_row(), self._read_mark()
         self.lineage_id = "" if row is None else row.lineage_id
+        if is_shared and row is not None and (mark is None or mark.num_commits <= row.num_commits):
+            self._save_files()
+            return
         if row is not None or mark is not None:
             self.finding = self._find_discontinuity(row, mark)
         if row is None or self.finding is not None:
@@ -112,11 +117,8 @@ class Lineage:
         with self._store.database.write(durable=True) as connection:
             connection.execute(delete(LineageTable))
             connection.execute(insert(LineageTable), {"id": _ROW, "lineage_id": lineage_id, "num_commits": 0})
-        mark_path, path = self._folder / MARK_FILE, self._folder / LINEAGE_FILE
-        write_atomic(mark_path, LineageMark(lineage_id=lineage_id).encode())
-        write_atomic(path, f"{lineage_id} {mark_path.stat().st_ino}\n".encode())
-        self.lineage_id, self._changed_ns = lineage_id, path.stat().st_ctime_ns
-        self._open()
+        self.lineage_id = lineage_id
+        self._save_files()
         self.save(0)
 
     def close(self) -> None:
@@ -143,6 +145,13 @@ class Lineage:
             if not self._has_write_failed:
                 log.warning("%s cannot be written: %s", self._folder / MARK_FILE, error.strerror)
             self._has_write_failed = True
+
+    def _save_files(self) -> None:
+        mark_path, path = self._folder / MARK_FILE, self._folder / LINEAGE_FILE
+        write_atomic(mark_path, LineageMark(lineage_id=self.lineage_id).encode())
+        write_atomic(path, f"{self.lineage_id} {mark_path.stat().st_ino}\n".encode())
+        self._changed_ns = path.stat().st_ctime_ns
+        self._open()
 
     def _open(self) -> None:
         path = self._folder / MARK_FILE
@@ -197,14 +206,14 @@ class Lineage:
         return None
 
 
-def open_lineage(store: Store, folder: Path, *, runs_folder: Path, now: float) -> Lineage:
+def open_lineage(store: Store, folder: Path, *, runs_folder: Path, now: float, is_shared: bool = False) -> Lineage:
     """Returns the lineage of the store of a coordinator's folder; a new one is recorded, and lost runs are restored.
 
     Raises:
         StoreFullError: no room.
         StoreError: its files or the store cannot be written.
     """
-    lineage = Lineage(store, folder)
+    lineage = Lineage(store, folder, is_shared=is_shared)
     if lineage.finding is None:
         return lineage
     restored_ids = _restore_lost_runs(runs_folder, store)

@@ -166,6 +166,27 @@ def download_file(
         raise make_store_error(path, error) from None
 
 
+def remove_object(address: ObjectAddress) -> None:
+    """Removes an object, if it is there.
+
+    Raises:
+        MissingPackageError, NotFoundError, NetworkError, NotAllowedError: as `upload_file`.
+    """
+    _StoredObject(address).call("delete_object")
+
+
+def list_objects(folder: ObjectAddress) -> list[str]:
+    """Returns the names of the objects in a folder and below, without its own; raises as `remove_object`."""
+    stored, names = _StoredObject(folder), list[str]()
+    options: dict[str, str] = {}
+    while True:
+        answer = _require(stored, stored.call_folder("list_objects_v2", Prefix=folder.key, **options))
+        names += [str(entry["Key"]).removeprefix(folder.key) for entry in answer.get("Contents", ())]
+        if not answer.get("IsTruncated"):
+            return names
+        options = {"ContinuationToken": answer["NextContinuationToken"]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Object:
     """An object that is there; `sha256` is empty where nobody has noted it."""
@@ -203,9 +224,13 @@ class _StoredObject:
 
     def call(self, method: str, **options: Any) -> Any:
         """Returns the answer to a request about the object, by its name in boto3; None where nothing is there."""
+        return self.call_folder(method, Key=self._address.key, **options)
+
+    def call_folder(self, method: str, **options: Any) -> Any:
+        """Returns the answer to a request about the bucket; None where nothing is there."""
         with self._errors():
             try:
-                return self._storage.call_s3(method, Bucket=self._address.bucket, Key=self._address.key, **options)
+                return self._storage.call_s3(method, Bucket=self._address.bucket, **options)
             except FileNotFoundError as error:
                 response = getattr(error.__cause__, "response", None)
                 if response is None:  # no answer of the storage: a file of this machine's settings

@@ -117,6 +117,15 @@ store_option = click.option(
 )
 
 
+models_option = click.option(
+    "--models",
+    metavar="URL",
+    envvar="EDGEFL_MODELS",
+    help="s3://BUCKET/PREFIX or file:///FOLDER that the fleet's hosts share, remembered: with --store, another host "
+    "can take over [default: the state directory, of this host alone].",
+)
+
+
 def alert_options(function: Function) -> Function:
     """Adds the options of alerts; omitted ones are taken from `settings.toml`."""
     key = click.option(
@@ -147,22 +156,30 @@ command.add_command(sign)
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: 8000].")
 @click.option("--fleet", metavar="NAME", help="The fleet's name [default: fleet].")
 @store_option
+@models_option
 @modules_option
-def init(
+def init(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path,
     hosts: tuple[str, ...],
     port: int | None,
     fleet: str | None,
     store: str | None,
+    models: str | None,
     modules: tuple[str, ...],
 ) -> None:
     """Make the state directory: CA, server certificate, settings, and this user's operator file.
 
     Doing it again loses nothing: the CA and the devices stay, new hosts are added.
     """
-    from edgefl.coordinator.directory import add_allowed_modules, init_directory, set_store  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import (  # noqa: PLC0415 likewise
+        add_allowed_modules,
+        init_directory,
+        set_shared_models,
+        set_store,
+    )
 
     directory = set_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
+    directory = set_shared_models(directory, models)
     directory = add_allowed_modules(directory, modules)
     directory, operator_path = grant_access(directory)
     click.echo(f"fleet {directory.fleet} in {root}")
@@ -183,6 +200,7 @@ def init(
 @click.option("--broker", default="auto", show_default=True, help="auto, mosquitto, embedded or mqtts://HOST:PORT.")
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
 @store_option
+@models_option
 @modules_option
 @click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
 @click.option(
@@ -214,6 +232,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     broker: str,
     broker_port: int,
     store: str | None,
+    models: str | None,
     modules: tuple[str, ...],
     test_shards: tuple[str, ...],
     device_metrics: int,
@@ -222,12 +241,16 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     keep_history_days: float | None,
     parallel_runs: int,
 ) -> None:
-    """Run the coordinator until SIGTERM or Ctrl-C."""
+    """Run the coordinator until SIGTERM or Ctrl-C.
+
+    Where hosts share --store and --models, this one stands by while another is active, and takes over from it.
+    """
     from edgefl.cli.fleet.models import export_for_devices  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import (  # noqa: PLC0415 likewise
         StartOptions,
         add_allowed_modules,
         load_directory,
+        set_shared_models,
         set_store,
     )
     from edgefl.coordinator.service import Coordinator, serve  # noqa: PLC0415 likewise
@@ -236,6 +259,8 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 
     shards = dict(_parse_test_shard(text) for text in test_shards)
     directory = load_directory(root)
+    if models is not None:  # before the coordinator starts: it may have to stand by
+        directory = set_shared_models(set_store(directory, store), models)
     port = port or directory.port
     with allow_modules([*directory.allow_modules, *modules]):
         options = StartOptions(

@@ -106,6 +106,7 @@ from edgefl.system.processes import StoppedCallError
 
 if TYPE_CHECKING:
     from edgefl.engine.assembly.components import RunComponents
+    from edgefl.storage.mirror import DirectoryMirror
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class RunContext:
     lineage: Lineage | None = None
     num_slots: int = 1
     model_files_lock: threading.Lock = field(default_factory=threading.Lock)
+    mirror: DirectoryMirror | None = None
     plan_deployments: Callable[[str, RunConfig], Callable[[], None]] = lambda _run_id, _config: lambda: None
 
 
@@ -704,7 +706,9 @@ class RunScheduler:
         damage = self._repair_journal(run_id)
         self._record_base(components, run_id)
         save_base(components, context.directory.bases)
-        with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
+        with WalJournal(
+            folder, components.decode, sync_timer=context.metrics.time_sync, mirror=context.mirror
+        ) as wal:
             save_run_record(context.directory.runs, record)
             if damage is not None and not is_autonomous:  # autonomous devices repeat no ids
                 self._replay_to_damage(record, components, wal, history)

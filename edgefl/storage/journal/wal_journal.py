@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from edgefl.core.errors import JournalError, StoreFullError
+from edgefl.core.errors import EdgeflError, JournalError, StoreFullError
 from edgefl.core.types import Decision, Event, LazyTensors, Update, size_of_tensors
 from edgefl.storage.database import translate_disk_full
 from edgefl.storage.journal.file_format import (
@@ -47,6 +47,9 @@ from edgefl.storage.journal.record_encoding import (
 )
 from edgefl.system.atomic_files import DISK_FULL_ERRNOS, make_private_directory, sync_directory
 
+if TYPE_CHECKING:
+    from edgefl.storage.mirror import DirectoryMirror
+
 MAX_CACHE_BYTES = 16 * 1024 * 1024
 """Size limit of decoded updates, the last one excepted; others are read from the file."""
 
@@ -69,6 +72,7 @@ class WalJournal:
         *,
         max_file_bytes: int = MAX_FILE_BYTES,
         sync_timer: Callable[[], AbstractContextManager[object]] = nullcontext,
+        mirror: DirectoryMirror | None = None,
     ) -> None:
         """Opens the journal, created if missing.
 
@@ -77,6 +81,7 @@ class WalJournal:
             decode: turns an update's codec body into tensors, at their first access.
             max_file_bytes: a larger file gets a successor.
             sync_timer: makes the context manager around each fsync of `commit`.
+            mirror: has every durable record before `commit` returns; None for this disk alone.
 
         Raises:
             JournalError: it is damaged.
@@ -84,7 +89,7 @@ class WalJournal:
         """
         self._directory = directory
         self._decode = decode
-        self._max_file_bytes, self._sync_timer = max_file_bytes, sync_timer
+        self._max_file_bytes, self._sync_timer, self._mirror = max_file_bytes, sync_timer, mirror
         self._decoded_cache = _DecodedCache()
         self._failure: str | None = None
         self._handle = -1
@@ -148,6 +153,12 @@ class WalJournal:
         except OSError as error:
             self._failure = f"journal {self._path} could not be made durable ({error.strerror}); start the run again"
             raise (StoreFullError if error.errno in DISK_FULL_ERRNOS else JournalError)(self._failure) from error
+        if self._mirror is not None:
+            try:
+                self._mirror.append_journal(self._path, self._handle, self._end_offset)
+            except EdgeflError as error:  # whether it is there is not known: the run goes on from what is
+                self._failure = f"journal {self._path} could not be mirrored ({error})"
+                raise
         self._synced_bytes, self._has_unsynced_records = self._end_offset, False
         self.synced_record = self.last_record
 
@@ -276,6 +287,8 @@ class WalJournal:
         except BaseException:  # an interrupt too: the file is closed
             os.close(handle)
             raise
+        if self._mirror is not None:
+            self._mirror.truncate_journal(path, end)
         if self._handle >= 0:
             os.close(self._handle)
         self._handle, self._path, self._salt = handle, path, header.salt
