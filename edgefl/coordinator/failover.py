@@ -22,7 +22,7 @@ from edgefl.storage.shared_objects import open_shared_objects
 
 log = logging.getLogger(__name__)
 
-STAND_BY_INTERVAL_S = 1.0
+STAND_BY_INTERVAL_S = 0.5
 
 
 class Failover:

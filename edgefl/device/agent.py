@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 INITIAL_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
+EAGER_S, EAGER_MAX_BACKOFF_S = 30.0, 2.0
+"""Another host may take over from a coordinator that is gone: for so long it is tried at this interval at least."""
 UPLOAD_TIMEOUT_S = 3.0
 """Time that a stopping agent has to send the reply under way."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -91,7 +93,13 @@ class Agent:
         self._away_since_s: float | None = None
         self.locked_out = threading.Event()
         rng = derive_rng("agent", state.device_id, time.time_ns())
-        self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
+        self._backoff = Backoff(
+            initial_s=INITIAL_BACKOFF_S,
+            max_s=MAX_BACKOFF_S,
+            rng=rng,
+            eager_s=EAGER_S,
+            eager_max_s=EAGER_MAX_BACKOFF_S,
+        )
         self._tls_context = create_pinned_context(state.ca.read_bytes())
         self._confine, self._gate, self._was_blocked = state.settings.confine, ConditionGate(state.root), False
         self._accelerator = select_accelerator(state.settings.accelerator)

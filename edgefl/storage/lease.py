@@ -32,9 +32,9 @@ from sqlalchemy.dialects.postgresql import insert
 from edgefl.core.errors import LeaseLostError, StoreError, StoreTooNewError, UsageError
 from edgefl.storage.database import Database
 
-TTL_S = 6.0
-RENEW_INTERVAL_S = 1.5
-_CUT_OFF_MS = 4000
+TTL_S = 4.0
+RENEW_INTERVAL_S = 1.0
+_CUT_OFF_MS = 3000
 """A transaction that is idle for so long is ended by the server; below `TTL_S`, so that it delays no take-over."""
 _FORMAT, _ROW = 1, 1
 _CREATE_LOCK = 0x65646765

@@ -20,24 +20,29 @@ class Backoff:
     """Pauses between attempts, each twice as long as the one before, up to `max_s`.
 
     With `rng` a pause lasts between half of that and all of it: a whole fleet fails at once, and must not come back
-    at once.
+    at once. Until the pauses add up to `eager_s` none is longer than `eager_max_s`.
     """
 
     initial_s: float
     max_s: float
     rng: Generator | None = None
+    eager_s: float = 0.0
+    eager_max_s: float = 0.0
     _pause_s: float = field(init=False)
+    _waited_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Begins again with the shortest pause, after a success."""
-        self._pause_s = self.initial_s
+        self._pause_s, self._waited_s = self.initial_s, 0.0
 
     def next_s(self) -> float:
         """Returns the pause before the next attempt."""
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self.max_s)
+        max_s = self.max_s if self._waited_s >= self.eager_s else min(self.eager_max_s, self.max_s)
+        pause_s = min(self._pause_s, max_s)
+        self._pause_s, self._waited_s = min(2 * pause_s, self.max_s), self._waited_s + pause_s
         return pause_s if self.rng is None else pause_s * self.rng.uniform(0.5, 1.0)
 
 

@@ -153,6 +153,20 @@ def test_a_password_of_the_store_is_refused_where_all_users_see_it(refused, root
     assert "secret" not in (root / "settings.toml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("models", "code", "words"),
+    [
+        ("file:///nowhere/at/all", 10, "no folder /nowhere/at/all"),
+        ("/mnt/models", 2, "s3://BUCKET/PREFIX or file:///FOLDER"),
+        ("s3://Not_A_Bucket/x", 2, "s3://"),
+        ("file:///tmp", 2, "--store postgresql://"),
+    ],
+)
+def test_shared_models_that_no_other_host_could_go_on_with_are_refused(refused, root, models, code, words):
+    refused(["coordinator", "init", "--dir", root, "--models", models], code, words)
+    assert "shared_models" not in (root / "settings.toml").read_text()
+
+
 def test_a_test_alert_arrives_where_the_settings_say(run, refused, root):
     test = ["alerts", "test", "--dir", root]
     refused(test, 2, "nobody is told of alerts")

@@ -27,3 +27,10 @@ def test_a_pause_with_a_generator_is_between_half_and_all_of_it():
     pauses = [backoff.next_s() for _ in range(50)]
     assert 4.0 <= min(pauses) < 5.0
     assert 7.0 < max(pauses) <= 8.0
+
+
+def test_until_it_has_waited_long_enough_no_pause_is_longer_than_the_eager_one():
+    backoff = Backoff(initial_s=1.0, max_s=30.0, eager_s=7.0, eager_max_s=2.0)
+    assert [backoff.next_s() for _ in range(8)] == [1.0, 2.0, 2.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    backoff.reset()
+    assert [backoff.next_s() for _ in range(3)] == [1.0, 2.0, 2.0]

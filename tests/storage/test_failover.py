@@ -1,0 +1,227 @@
+"""Lease and mirror on a PostgreSQL server: who may write, and what another host finds."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.core.errors import JournalError, LeaseLostError, StoreError, UsageError
+from edgefl.core.types import Decision, FinishEarlyInstruction
+from edgefl.storage.database import Database
+from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
+from edgefl.storage.lease import Lease
+from edgefl.storage.mirror import DirectoryMirror
+from edgefl.storage.shared_objects import FolderObjects
+from edgefl.storage.store import Store
+
+pytestmark = pytest.mark.extended
+
+RUN = "runs/one"
+
+
+def _never(_: object) -> Any:
+    raise AssertionError
+
+
+class Host:
+    """A host of the fleet: its directory, its lease and, once it is active, its store."""
+
+    def __init__(self, url: str, root: Path, shared: Path) -> None:
+        root.mkdir()
+        self.root, self.url, self.now_ns = root, url, 10**19
+        self.lease = Lease.open(url, root.name)
+        self.mirror = DirectoryMirror(root, self.lease, FolderObjects(shared), clock_ns=lambda: self.now_ns)
+        self.store: Store | None = None
+
+    def take_over(self) -> Store:
+        assert self.lease.try_acquire()
+        self.mirror.load()
+        self.store = Store.open(self.url)
+        self.mirror.open(self.store.database)
+        return self.store
+
+    def write(self, path: str, content: bytes) -> Path:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(".fresh")
+        fresh.write_bytes(content)
+        return fresh.replace(target)
+
+    def open_journal(self) -> WalJournal:
+        (self.root / RUN).mkdir(parents=True, exist_ok=True)
+        return WalJournal(self.root / RUN / "journal", _never, mirror=self.mirror)
+
+    def record(self, journal: WalJournal, number: int) -> None:
+        instruction = FinishEarlyInstruction(device_id=f"device-{number}", assignment_id=f"a{number}")
+        journal.record_decision(Decision(instructions=(instruction,)))
+        journal.commit()
+
+    def list_records(self) -> list[int]:
+        return [number for number, _ in load_journal_entries(self.root / RUN / "journal")]
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        self.lease.close()
+
+
+@pytest.fixture
+def hosts(postgres: Any, tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    server, _ = postgres
+    url = server.url(server.new_database())
+    (tmp_path / "shared").mkdir()
+    Store.open(url).close()
+    made = Host(url, tmp_path / "first", tmp_path / "shared"), Host(url, tmp_path / "second", tmp_path / "shared")
+    yield made
+    for host in made:
+        host.close()
+
+
+def _name(content: bytes) -> str:
+    return f"models/{hashlib.sha256(content).hexdigest()}.safetensors"
+
+
+def test_one_host_holds_the_lease_until_it_is_released_or_expires(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    assert first.lease.try_acquire(ttl_s=60)
+    first.lease.record_mirrored()
+    assert not second.lease.try_acquire()
+    assert second.lease.active_holder == "first"
+    first.lease.renew(ttl_s=0.0)
+    assert second.lease.try_acquire()
+    assert (first.lease.epoch, second.lease.epoch) == (1, 2)
+    with pytest.raises(LeaseLostError, match="epoch 1 is over"):
+        first.lease.renew()
+    second.lease.release()
+    assert first.lease.try_acquire()
+    assert first.lease.epoch == 3
+
+
+def test_a_host_without_the_lease_writes_no_row_and_no_record(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    store, journal = first.take_over(), first.open_journal()
+    first.record(journal, 1)
+    store.record_event("kept", "", at=1.0)
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    with pytest.raises(LeaseLostError):
+        store.record_event("late", "", at=2.0)
+    with pytest.raises(LeaseLostError):
+        first.record(journal, 2)
+    with pytest.raises(JournalError):
+        first.record(journal, 3)
+    assert second.list_records() == [1]
+    events = Database.connect(second.url)
+    with events.read() as connection:
+        assert connection.exec_driver_sql("SELECT kind FROM events").scalars().all() == ["kept"]
+    events.close()
+
+
+def test_a_take_over_waits_for_the_transaction_under_way_and_for_no_frozen_one(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    store = first.take_over()
+    first.lease.renew(ttl_s=0.0)
+    taken = threading.Event()
+
+    def take() -> None:
+        second.take_over()
+        taken.set()
+
+    thread = threading.Thread(target=take)
+    with pytest.raises(StoreError), store.database.write() as connection:  # noqa: PT012 its end is what fails
+        connection.exec_driver_sql("DELETE FROM events")
+        thread.start()
+        assert not taken.wait(1.0)
+        assert taken.wait(10.0)  # this transaction does nothing, as one of a frozen process: the server ends it
+    thread.join()
+    assert second.lease.epoch == 2
+
+
+def test_another_host_finds_the_directory_as_it_was_left(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = hosts
+    model, later = b"model" * 100, b"later"
+    first.write(_name(model), model)
+    store, journal = first.take_over(), first.open_journal()
+    first.write(f"{RUN}/guard.safetensors", b"old")
+    first.record(journal, 1)
+    first.write(f"{RUN}/guard.safetensors", b"new")
+    first.write(f"{RUN}/gone", b"")
+    first.record(journal, 2)
+    (first.root / RUN / "gone").unlink()
+    first.write(_name(later), later)
+    store.record_event("named", "", at=1.0)  # a row may name the model
+    first.write(f"{RUN}/unsynced", b"")
+    second.write(f"{RUN}/stray", b"of an earlier time")
+    second.write(f"{RUN}/journal/000009.wal", b"of an earlier time")
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    found = {str(path.relative_to(second.root)) for path in second.root.rglob("*") if path.is_file()}
+    assert found == {_name(model), _name(later), f"{RUN}/guard.safetensors", f"{RUN}/journal/000001.wal"}
+    assert (second.root / RUN / "guard.safetensors").read_bytes() == b"new"
+    assert (second.root / _name(model)).read_bytes() == model
+    assert second.list_records() == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "shared").glob("*/*")) == sorted(
+        Path(_name(content)).stem for content in (model, later)
+    )
+
+
+def test_a_journal_cut_at_its_end_is_replaced(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    first.take_over()
+    with first.open_journal() as journal:
+        for number in (1, 2):
+            first.record(journal, number)
+    path = first.root / RUN / "journal" / "000001.wal"
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 1)
+    with first.open_journal() as journal:
+        first.record(journal, 3)
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    assert second.list_records() == [1, 2]
+    assert (second.root / RUN / "journal" / "000001.wal").read_bytes() == path.read_bytes()
+
+
+def test_a_model_that_no_row_has_any_more_leaves_the_shared_folder(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    first, second = hosts
+    store = first.take_over()
+    kept, dropped = (first.write(_name(content), content) for content in (b"kept", b"dropped"))
+    store.record_event("one", "", at=1.0)
+    dropped.unlink()
+    store.record_event("two", "", at=1.0)
+    (tmp_path / "shared" / "1" / ("f" * 64)).write_bytes(b"of a host that died between file and row")
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    assert [path.name for path in (tmp_path / "shared").glob("*/*")] == [kept.stem]
+
+
+def test_a_host_never_takes_over_what_the_first_one_has_not_finished_saving(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    assert first.lease.try_acquire(ttl_s=0.0)
+    with pytest.raises(StoreError, match="first ended before its directory"):
+        second.lease.try_acquire()
+    assert first.lease.try_acquire()
+
+
+def test_a_path_outside_the_directory_is_refused(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    store = first.take_over()
+    for path in ("../settings.toml", "settings.toml", "runs/../../x", "/etc/x"):
+        with store.database.write() as connection:
+            connection.exec_driver_sql("DELETE FROM mirrored_files")
+            connection.exec_driver_sql(
+                "INSERT INTO mirrored_files VALUES (%(path)s, %(sha)s, '', '')",
+                {"path": path, "sha": hashlib.sha256(b"").hexdigest()},
+            )
+        with pytest.raises(StoreError, match="no file of a coordinator's directory"):
+            second.mirror.load_files()
+
+
+def test_a_store_in_a_file_has_no_lease(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--store postgresql://"):
+        Lease.open(tmp_path / "edgefl.db", "host")
