@@ -62,7 +62,7 @@ class Failover:
                 self._lease.release()
         self._lease.close()
 
-    def stand_by(self, stopping: threading.Event) -> bool:
+    def wait_for_lease(self, stopping: threading.Event) -> bool:
         """Returns once this host is the active one, with the directory as the former one left it.
 
         Returns:

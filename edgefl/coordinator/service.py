@@ -79,7 +79,7 @@ def _keep_unchanged(directory: CoordinatorDirectory) -> CoordinatorDirectory:
     return directory
 
 
-class _StoppedWhileStandingByError(Exception):
+class _StoppedBeforeActiveError(Exception):
     """Raised when a coordinator is stopped before it became the active one of its fleet."""
 
 
@@ -193,7 +193,7 @@ class Coordinator:
         and store close.
         """
         self._closers.enter_context(self._directory.lock())
-        self._stand_by()
+        self._wait_for_lease()
         listener = self._open_port()
         self._open_store()
         self._open_fleet()
@@ -205,14 +205,14 @@ class Coordinator:
         self._start(clients)
         log.info("fleet %s at https://%s:%d", self._directory.fleet, self._options.host, self._options.port)
 
-    def _stand_by(self) -> None:
+    def _wait_for_lease(self) -> None:
         """Waits, where several hosts share the fleet, until this one is to be the active one."""
         if self._directory.shared_models is not None:
             from edgefl.coordinator.failover import Failover  # noqa: PLC0415 only with a second host
 
             self._failover = self._closers.enter_context(Failover(self._directory, on_lost=self._fail))
-            if not self._failover.stand_by(self._stopping):
-                raise _StoppedWhileStandingByError
+            if not self._failover.wait_for_lease(self._stopping):
+                raise _StoppedBeforeActiveError
 
     def _open_port(self) -> socket.socket:
         """Opens the port, and returns the listening socket."""
@@ -482,7 +482,7 @@ def serve(coordinator: Coordinator) -> None:
     notifier = (
         SystemdNotifier.from_environment()
     )  # before there are child processes, which must not notify in our name
-    with on_stop_signal(coordinator.stop), contextlib.suppress(_StoppedWhileStandingByError), coordinator:
+    with on_stop_signal(coordinator.stop), contextlib.suppress(_StoppedBeforeActiveError), coordinator:
         with run_watchdog(notifier, coordinator.liveness):
             coordinator.wait()
         log.info("stopping")

@@ -280,8 +280,8 @@ class DirectoryMirror:
             mark = (info.st_ino, info.st_mtime_ns)
             if known is not None and known.mark == mark:
                 return known
-            is_settled = self._clock_ns() - info.st_mtime_ns > _SETTLED_NS
-            found = _Folder(mark if is_settled else None, [], set())
+            is_old = self._clock_ns() - info.st_mtime_ns > _SETTLED_NS
+            found = _Folder(mark if is_old else None, [], set())
             with os.scandir(self._root / name) as entries:
                 for entry in entries:
                     path = f"{name}/{entry.name}"
