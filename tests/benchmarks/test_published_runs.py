@@ -66,7 +66,7 @@ def test_asynchronous_is_measured_against_synchronous_of_the_same_seed(outcome):
     wait, go = flare["SYNCHRONOUS"], flare["AS_THEIRS"]
     good = [make(wait, 7, 80.0), make(wait, 8, 40.0), make(go, 7, 40.0), make(go, 8, 20.0)]
     assert flare["list_missed"](good) == []
-    late = [make(wait, 7, 80.0), make(go, 7, 44.6)]
+    late = [make(wait, 7, 80.0), make(wait, 8, 40.0), make(go, 7, 44.6), make(go, 8, 22.3)]
     assert flare["list_missed"](late) == ["asynchronous is 1.79 times as soon, aim 1.8"]
     beyond = flare["list_missed"]([make(wait, 7, 83.0), make(go, 7, 45.0)])
     assert [text.partition(":")[0] for text in beyond] == [wait, go]
