@@ -93,7 +93,7 @@ class Lineage:
         self.finding: str | None = None
         row, mark = self._read_row(), self._read_mark()
         self.lineage_id = "" if row is None else row.lineage_id
-        if is_shared and row is not None and (mark is None or mark.num_commits <= row.num_commits):
+        if is_shared and row is not None and not _is_ahead(mark, row):
             self._save_files()
             return
         if row is not None or mark is not None:
@@ -204,6 +204,11 @@ class Lineage:
         if not is_same_change or lineage_id != mark.lineage_id or inode != str(mark_inode):
             return f"{self._folder} is a copy of the directory in which it was written, perhaps an older one"
         return None
+
+
+def _is_ahead(mark: LineageMark | None, row: LineageTable) -> bool:
+    """Returns whether a mark counts transactions that the row of its lineage has not."""
+    return mark is not None and mark.lineage_id == row.lineage_id and mark.num_commits > row.num_commits
 
 
 def open_lineage(store: Store, folder: Path, *, runs_folder: Path, now: float, is_shared: bool = False) -> Lineage:

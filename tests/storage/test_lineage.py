@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from sqlalchemy import select
 
 from edgefl.storage.lineage import (
     LINEAGE_FILE,
@@ -21,6 +22,7 @@ from edgefl.storage.lineage import (
 )
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
+from edgefl.storage.tables import LineageTable
 
 
 @pytest.fixture
@@ -195,3 +197,20 @@ def test_a_damaged_row_beside_a_journal_is_a_warning_and_not_the_end(store_witho
     restore(store_without_rows, folder)
     assert store_without_rows.list_runs() == []
     assert "r1 cannot be restored" in caplog.text
+
+
+def test_hosts_that_share_a_store_go_on_with_its_lineage_unless_it_lost_what_one_has_seen(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / MARK_FILE).write_bytes(LineageMark(lineage_id="f" * 32, num_commits=99).encode())
+    with Store.open(folder / "edgefl.db") as store:
+        known = [Lineage(store, place, is_shared=True) for place in (other, folder)]
+        assert {lineage.lineage_id for lineage in known} == {
+            store.database.read_value(select(LineageTable.lineage_id))
+        }
+        for lineage in known:
+            lineage.close()
+        (other / MARK_FILE).write_bytes(LineageMark(lineage_id=known[0].lineage_id, num_commits=99).encode())
+        behind = Lineage(store, other, is_shared=True)
+        behind.close()
+    assert behind.lineage_id != known[0].lineage_id
