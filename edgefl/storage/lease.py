@@ -11,12 +11,15 @@ Source: Gray and Cheriton, Leases, SOSP 1989; the fencing token as in Burrows, T
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Connection,
     DateTime,
     Integer,
@@ -124,7 +127,7 @@ class Lease:
             .where(_LEASE.c.epoch == row.epoch, _LEASE.c.expires_at <= func.clock_timestamp())
             .values(epoch=row.epoch + 1, holder=self.holder, expires_at=_compute_expiry(ttl_s))
         )
-        with self.database.write() as connection:
+        with self._write() as connection:
             if connection.execute(taking).rowcount != 1:  # another host was faster
                 return False
         self.epoch, self.active_holder = row.epoch + 1, self.holder
@@ -138,19 +141,19 @@ class Lease:
             StoreError: the database cannot be used.
         """
         renewing = update(_LEASE).where(_LEASE.c.epoch == self.epoch).values(expires_at=_compute_expiry(ttl_s))
-        with self.database.write() as connection:
+        with self._write() as connection:
             if connection.execute(renewing).rowcount != 1:
                 raise self._create_error()
 
     def record_mirrored(self) -> None:
         """Records that the holder's directory is in the store."""
-        with self.database.write() as connection:
+        with self._write() as connection:
             connection.execute(update(_LEASE).where(_LEASE.c.epoch == self.epoch).values(is_mirrored=True))
         self.is_mirrored = True
 
     def release(self) -> None:
         """Lets it expire at once, so that another host takes over without waiting."""
-        with self.database.write() as connection:
+        with self._write() as connection:
             expiring = update(_LEASE).where(_LEASE.c.epoch == self.epoch).values(expires_at=func.clock_timestamp())
             connection.execute(expiring)
 
@@ -165,11 +168,22 @@ class Lease:
         if connection.execute(holding.with_for_update(read=True, key_share=True)).first() is None:
             raise self._create_error()
 
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        """Yields a connection of a transaction that the server ends if this process freezes in it."""
+        with self.database.write() as connection:
+            connection.execute(select(_cut_off()))
+            yield connection
+
     def _create_error(self) -> LeaseLostError:
         return LeaseLostError(
             f"another host has taken over the fleet: the lease of epoch {self.epoch} is over, and nothing more is "
             "written from here; start this coordinator again, and it stands by"
         )
+
+
+def _cut_off() -> ColumnElement[str]:
+    return func.set_config("idle_in_transaction_session_timeout", str(_CUT_OFF_MS), True)
 
 
 def _compute_expiry(ttl_s: float) -> object:
