@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 INITIAL_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
 EAGER_S, EAGER_MAX_BACKOFF_S = 30.0, 2.0
-"""Another host may take over from a coordinator that is gone: for so long it is tried at this interval at least."""
+"""Where a fleet has several addresses another host may take over: for so long these are tried at least so often."""
 UPLOAD_TIMEOUT_S = 3.0
 """Time that a stopping agent has to send the reply under way."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -97,7 +97,7 @@ class Agent:
             initial_s=INITIAL_BACKOFF_S,
             max_s=MAX_BACKOFF_S,
             rng=rng,
-            eager_s=EAGER_S,
+            eager_s=EAGER_S if len(state.settings.addresses) > 1 else 0.0,
             eager_max_s=EAGER_MAX_BACKOFF_S,
         )
         self._tls_context = create_pinned_context(state.ca.read_bytes())
