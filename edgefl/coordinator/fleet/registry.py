@@ -447,6 +447,7 @@ class DeviceRegistry:
             for device_id, entry in sorted(self._entries.items()):
                 record = records.get(device_id)
                 heartbeat = record.heartbeat if record else None
+                facts = entry.info.capabilities
                 rows.append(
                     {
                         **DEFAULT_STATUS_ROW,
@@ -456,8 +457,8 @@ class DeviceRegistry:
                         "drained": entry.is_drained,
                         "blocked": format_blocker(entry.blocker) if entry.blocker else None,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
-                        "drift": format_drift(parse_drift(entry.info.capabilities)),
-                        "problem": find_problem(entry.info) if "shard_errors" in entry.info.capabilities else None,
+                        "drift": format_drift(parse_drift(facts)) if "drift" in facts else None,
+                        "problem": find_problem(entry.info) if "shard_errors" in facts else None,
                         "allotted_to": self._allotments.get_run(device_id),
                         **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
