@@ -57,9 +57,14 @@ def test_a_run_that_is_stopped_or_fails_leaves_the_other_alone(fleet: LocalFleet
     stopped = submit(fleet, tools, RIGHT, pace_s=0.05, rounds=1000)
     tools.wait_rounds(fleet, stopped, 2)
     behind = submit(fleet, tools, RIGHT, rounds=2)
-    shown = {row["run_id"]: row for row in tools.as_operator(fleet, "run", "list", "--format", "json").rows}
-    assert [shown[run_id]["status"] for run_id in (held, stopped, behind)] == ["running", "running", "queued"]
-    assert shown[behind]["reason"] == "2 runs are active, and --parallel-runs is 2"
+
+    def list_states() -> dict[str, tuple[str, str | None]]:
+        rows = tools.as_operator(fleet, "run", "list", "--format", "json").rows
+        return {row["run_id"]: (row["status"], row["reason"]) for row in rows}
+
+    reason = "2 runs are active, and --parallel-runs is 2"
+    tools.eventually(lambda: list_states()[behind] == ("queued", reason), what="it says what it waits for")
+    assert [list_states()[run_id][0] for run_id in (held, stopped)] == ["running", "running"]
     tools.stop(fleet, stopped)
     assert fleet.wait_for_run(behind)["rounds"] == 2
     assert tools.status(fleet, held) == "running"

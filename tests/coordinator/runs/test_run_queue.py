@@ -93,9 +93,9 @@ def test_a_run_that_has_begun_needs_one_board_and_a_recovered_one_goes_first(sit
 def test_the_successor_of_the_active_run_is_one_whose_boards_are_there(site: Site) -> None:
     site.add("first", min=2)
     site.fleet.add("pi-1")
-    assert site.queue.find_successor() is None
+    assert site.queue.find_successor("active") is None
     site.add("second")
-    successor = site.queue.find_successor()
+    successor = site.queue.find_successor("active")
     assert successor is not None
     assert successor.run_id == "second"
 
