@@ -637,17 +637,22 @@ class RunScheduler:
     def _requeue_lacking(self, run_id: str, reason: str) -> None:
         """Queues the active run again; one that has only waited begins anew in its turn.
 
-        A board that came in the same moment may have work of it already: such a run goes on where it was.
+        A board that came in the same moment may have work of it already: such a run goes on where it was, or from
+        its checkpoint in another incarnation if it cannot.
         """
-        folder = self._context.directory.runs / run_id
+        folder, store = self._context.directory.runs / run_id, self._context.store
         with self._lock:
             active = self._active.get(run_id)
             if active is not None and active.stop_reason is not None:
                 self._record_end(run_id, RunStatus.INTERRUPTED, reason)
             else:
-                if has_only_waited(folder):
+                has_waited = has_only_waited(folder)
+                if has_waited:
                     _drop_journal(folder)
-                self._set_status(run_id, RunStatus.QUEUED, reason)
+                with store.batch(durable=True):
+                    if not has_waited and not can_resume_exactly(run_id, self._context.directory):
+                        self._queue_new_incarnation(store.get_run(run_id))
+                    self._set_status(run_id, RunStatus.QUEUED, reason)
             self._deactivate(run_id)
 
     def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:

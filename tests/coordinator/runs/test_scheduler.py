@@ -28,7 +28,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import compilation, scheduler, stalls
-from edgefl.coordinator.runs.checkpointing import PRIVACY_FILE, open_spend_recorder
+from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, PRIVACY_FILE, open_spend_recorder
 from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _ActiveExecution
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
@@ -604,6 +604,22 @@ def test_a_run_that_gives_way_begins_anew_unless_a_board_came_in_the_same_moment
     assert (store.get_run(run_id).status, store.get_run(run_id).reason) == (RunStatus.QUEUED, "gives way")
     assert journal.exists() is has_decided
     assert not journal.with_name("journal-of-waiting").exists()
+
+
+@pytest.mark.parametrize("how", ["exact", "without a snapshot", "not yet at its first checkpoint"])
+def test_a_run_that_gives_way_and_cannot_go_on_exactly_goes_on_in_another_incarnation(
+    store: Store, worker: RunScheduler, how: str
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    folder, state = worker._context.directory.runs / run_id, PriorProgress(updates=1, bytes=2, seconds=3.0)
+    save_state(folder / "checkpoints", state, 1, None if how == "without a snapshot" else state)
+    if how == "not yet at its first checkpoint":
+        (folder / NEW_INCARNATION_FILE).touch()
+    worker._active = {run_id: _ActiveExecution(run_id=run_id)}
+    worker._requeue_lacking(run_id, "gives way")
+    record = store.get_run(run_id)
+    assert (record.status, record.reason, record.resumes) == (RunStatus.QUEUED, "gives way", int(how != "exact"))
+    assert (folder / "journal").exists()
 
 
 @with_parts
