@@ -165,7 +165,7 @@ class AdmissionController:
         candidate.message_id, candidate.is_busy = "", False
         if "ready" not in reply.header:
             log.info("%s knows no such question: its agent is older", device_id)
-            candidate.status, candidate.is_unannounced = AdmissionStatus.READY, True
+            self._accept(candidate)
         elif reply.header["ready"] is not True:
             if parse_blocker(reply.header.get(HANDED_BACK_KEY)) is not None:  # it is asked again when it is free
                 self.registry.record_blocker(device_id, reply.header[HANDED_BACK_KEY])
@@ -176,7 +176,7 @@ class AdmissionController:
             candidate.phase = ReadinessPhase.PREPARE
             self._send_query(candidate)
         else:
-            candidate.status, candidate.is_unannounced = AdmissionStatus.READY, True
+            self._accept(candidate)
             if candidate.model_version is not None:
                 self.on_prefetched(device_id, candidate.model_version)
         return True
@@ -350,11 +350,16 @@ class AdmissionController:
         if device_id in self._candidates.by_device:
             self._candidates.by_device[device_id].is_rejection_recorded = True
 
-    def _reject(self, candidate: Candidate, reason: str) -> None:
+    def _accept(self, candidate: Candidate) -> None:
+        candidate.status, candidate.is_unannounced = AdmissionStatus.READY, True
+        self.registry.accept_board(candidate.device_id, self.run.run_id)
+
+    def _reject(self, candidate: Candidate, reason: str, *, is_transient: bool = False) -> None:
         candidate.status, candidate.reason = AdmissionStatus.REJECTED, " ".join(reason.split())[:MAX_REASON_CHARS]
         if self.is_started:
             self._record_rejection(candidate.device_id, candidate.reason)
-        self.registry.decline_board(candidate.device_id, self.run.run_id)
+        if not is_transient:
+            self.registry.decline_board(candidate.device_id, self.run.run_id)
 
     def _request_heartbeats(self, now_s: float) -> None:
         """Requests a heartbeat of devices that have not answered yet."""
@@ -383,7 +388,7 @@ class AdmissionController:
         try:
             candidate.message_id = self.transport.send(node_id, kind="train", header=header, body=body)
         except NetworkError as error:
-            self._reject(candidate, str(error))
+            self._reject(candidate, str(error), is_transient=True)
             return
         self.notifier.notify(candidate.device_id)
 

@@ -441,7 +441,7 @@ class LiveFleetView(FleetState):
         info = self._registry.get_schedulable(device_id, self.run_id)
         may_work = info is not None and (info.role == Role.EVALUATOR or self._is_admitted(device_id))
         is_eligible = info is not None and self._eligibility.is_eligible(info)
-        if info is not None and info.role == Role.TRAINER and not is_eligible:
+        if info is not None and not is_eligible and self._registry.get_allotted_run(device_id) == self.run_id:
             self._registry.decline_board(device_id, self.run_id)
         listed_info = info if may_work and is_eligible else None
         if listed_info != self.devices.get(device_id):

@@ -21,7 +21,7 @@ class BoardClaim:
         priority: a board goes to the run with the highest; among equals it stays where it is.
         is_kept: its boards go to no other run, whatever the priority.
         preferred_ids: boards that it had before its coordinator started.
-        declined_ids: boards that it cannot use now; it has them only where no other run could.
+        declined_ids: boards that it cannot use until they report anew; it has them only where no other run could.
     """
 
     run_id: str
@@ -59,9 +59,16 @@ class BoardAllotments:
         if (claim := self._claims.get(run_id)) is not None:
             claim.declined_ids.add(device_id)
 
+    def accept(self, device_id: str, run_id: str | None = None) -> None:
+        """Records that a run can use a board again, or, without `run_id`, that each may try it again."""
+        for claim in self._claims.values():
+            if run_id in {None, claim.run_id}:
+                claim.declined_ids.discard(device_id)
+
     def remove(self, device_id: str) -> None:
         """Removes a device that has left the fleet."""
         self._run_ids.pop(device_id, None)
+        self.accept(device_id)
 
     def get_run(self, device_id: str) -> str | None:
         """Returns the run that a board is allotted to."""
@@ -83,7 +90,9 @@ class BoardAllotments:
 
     def is_obtainable(self, device_id: str, run_id: str, priority: int, *, without: str | None = None) -> bool:
         """Returns whether a run of this priority would be allotted a board, if run `without` were not active."""
-        holder = self._run_ids.get(device_id)
+        holder, own = self._run_ids.get(device_id), self._claims.get(run_id)
+        if own is not None and device_id in own.declined_ids:
+            return False
         if holder is None or holder in {run_id, without}:
             return True
         claim = self._claims.get(holder)

@@ -234,6 +234,7 @@ class DeviceRegistry:
                 self._entries[device_id] = _RegistryEntry(info=info, node_id=node_id, was_seen=was_seen)
                 self._device_by_node[node_id] = device_id
             self._event_bus.enqueue([DeviceAdded(device_id=device_id)])
+            self._allotments.accept(device_id)
             self._allot(device_id)
         self._event_bus.publish()
 
@@ -312,6 +313,13 @@ class DeviceRegistry:
         """Releases a board that its run cannot use now to a run that can, if there is one."""
         with self._lock:
             self._allotments.decline(device_id, run_id)
+            self._allot(device_id)
+        self._event_bus.publish()
+
+    def accept_board(self, device_id: str, run_id: str) -> None:
+        """Records that a run can use a board that it declined before."""
+        with self._lock:
+            self._allotments.accept(device_id, run_id)
             self._allot(device_id)
         self._event_bus.publish()
 
@@ -556,6 +564,7 @@ class DeviceRegistry:
                 blocks=_parse_blocks(capabilities.facts.get("blocks")),
             )
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+            self._allotments.accept(device_id)
             self._allot(device_id)
         self._event_bus.publish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -16,9 +17,10 @@ from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.registry import ASK_AGAIN_S
 from edgefl.coordinator.flower.messages import Reply
-from edgefl.core.errors import RunFailedError
+from edgefl.core.errors import NetworkError, RunFailedError
 from edgefl.core.protocol import Capabilities
 from edgefl.core.types import DeviceAvailable, TensorSpec, TrainConfig, TrainInstruction, Update, derive_rng
 
@@ -30,10 +32,13 @@ class Mail:
     def __init__(self) -> None:
         self.sent: dict[str, tuple[int, Any, Any]] = {}
         self.cancelled: list[str] = []
+        self.is_cut = False
         self._number = itertools.count(1)
 
     def send(self, node_id: int, *, kind: str, header: Any, body: Any) -> str:
         assert kind == "train"
+        if self.is_cut:
+            raise NetworkError("it is gone")
         name = f"i-{next(self._number)}"
         self.sent[name] = node_id, dict(header), body
         return name
@@ -246,6 +251,29 @@ def test_one_that_cannot_is_left_out_with_its_reason_until_it_has_changed_and_th
     site.answer("pi-1", "prepare")
     assert site.joined() == ["pi-1"]
     assert site.notes[-1] == ("device-admitted", "pi-1", "it is ready now")
+
+
+@pytest.mark.parametrize(("how", "holder"), [("a failed send", RUN), ("refused", "other"), ("accepted", RUN)])
+def test_a_board_that_cannot_goes_to_another_run_unless_only_one_send_failed(how: str, holder: str) -> None:
+    site = Site(1)
+    site.registry.open_run(BoardClaim(run_id=RUN, selects=lambda _: True, priority=1))
+    site.registry.open_run(BoardClaim(run_id="other", selects=lambda _: True))
+    site.mail.is_cut = how == "a failed send"
+    with contextlib.suppress(RunFailedError):  # nobody else may come
+        site.events()
+    if how == "refused":
+        site.refuse("pi-1", "no disk")
+        with contextlib.suppress(RunFailedError):
+            site.events()
+    if how == "accepted":
+        site.registry.decline_board("pi-1", "other")
+        site.registry.decline_board("pi-1", RUN)
+        site.answer("pi-1", "can")
+        site.events()
+        site.answer("pi-1", "prepare")
+        site.events()
+        site.registry.accept_board("pi-1", "other")
+    assert site.registry.get_allotted_run("pi-1") == holder
 
 
 def test_one_that_hands_its_question_back_is_asked_again_when_it_may_train() -> None:

@@ -10,6 +10,7 @@ from small_fleet import SmallFleet
 
 from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.registry import DeviceChanged, DeviceRegistry
+from edgefl.core.protocol import Capabilities
 from edgefl.core.types import DeviceInfo
 
 BLOCKED = {"kind": "hours", "reason": "outside its hours", "free_at": None, "run": "low"}
@@ -74,6 +75,27 @@ def test_a_board_that_its_run_declines_or_has_conditions_against_goes_to_a_run_t
     assert registry.get_allotted_run("a") == "other", "what it declined stays declined"
 
 
+@pytest.mark.parametrize("how", ["it accepts it", "new capabilities", "joined again", "removed and added"])
+def test_a_board_that_was_declined_comes_back_once_that_may_have_changed(how: str) -> None:
+    fleet = SmallFleet("a")
+    registry = fleet.registry
+    open_run(registry, "high", "a", priority=1)
+    open_run(registry, "low", "a")
+    registry.decline_board("a", "high")
+    registry.decline_board("a", "low")
+    registry.accept_board("a", "low")
+    assert registry.get_allotted_run("a") == "low", "of the one that accepts it"
+    if how == "it accepts it":
+        registry.accept_board("a", "high")
+    elif how == "new capabilities":
+        registry.record_capabilities("a", Capabilities(facts={}, shards={"digits": 5}))
+    else:
+        if how == "removed and added":
+            registry.remove("a")
+        registry.add("a", node_id=1, role="trainer", groups=(), examples={"digits": 5})
+    assert registry.get_allotted_run("a") == "high"
+
+
 def test_a_restarted_coordinator_gives_each_board_to_the_run_that_had_it(registry: DeviceRegistry) -> None:
     open_run(registry, "r1", "a", "b")
     open_run(registry, "r2", "a", "b")
@@ -94,6 +116,7 @@ def test_what_a_queued_run_could_have_is_free_of_lower_priority_or_not_wanted(re
     assert obtainable(0) == ["a"]
     registry.record_blocker("a", {**BLOCKED, "run": "next"})
     assert obtainable(2) == ["b"]
+    assert [info.device_id for info in registry.list_obtainable("r1", 1)] == ["b"], "it has declined the other itself"
 
 
 def test_boards_that_join_change_or_leave_are_allotted_as_all_others(registry: DeviceRegistry) -> None:

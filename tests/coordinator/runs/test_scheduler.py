@@ -23,6 +23,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.replay import JournalReplay
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
@@ -670,6 +671,14 @@ def test_a_run_gives_way_only_after_a_minute_without_its_boards(
     assert not wait(100.0)
     worker._active["r"].keeps_place, fleet.has_started = False, True
     assert wait(10.0), "also one that has begun"
+    posted.clear()
+    registry.record_status("barn", status())
+    assert not wait(10.0)
+    assert not wait(100.0)
+    registry.open_run(BoardClaim(run_id="r", selects=lambda info: info.device_id == "barn"))
+    registry.decline_board("barn", "r")
+    assert not wait(1.0)
+    assert wait(60.0), "also one that has declined its only board"
 
 
 def beside(worker: RunScheduler, num_slots: int = 2) -> RunScheduler:
