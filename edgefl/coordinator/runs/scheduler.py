@@ -529,6 +529,9 @@ class RunScheduler:
         A run that cannot go on exactly is queued again, from its checkpoint.
         """
         run_id = record.run_id
+        with self._lock:
+            if (active := self._active.get(run_id)) is not None:
+                active.is_preempted = False  # its fleet is closed, and with it the request to give way is gone
         self._context.metrics.on_run_paused(run_id)
         if not self._backoff.wait_until_writable(run_id, error):
             with contextlib.suppress(*RETRYABLE_STORE_ERRORS):

@@ -761,6 +761,25 @@ def test_a_run_of_higher_priority_takes_the_place_of_the_lowest_which_goes_on_wh
     worker.stop()
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_pauses_before_it_gives_way_keeps_no_other_from_that(
+    worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_reachable(worker, "pi")
+    worker, posted = beside(worker, 1 + 1), list[Any]()
+    fleet: Any = SimpleNamespace(post=posted.append, run_id="x")
+    paused, other = (left_behind(worker, RunStatus.RUNNING, TURN, more=on("pi")) for _ in range(2))
+    worker._active = {name: _ActiveExecution(run_id=name, fleet=fleet) for name in (other, paused)}
+    left_behind(worker, RunStatus.QUEUED, more=on("pi"), priority=5)
+    worker.flush()
+    assert (worker._active[paused].is_preempted, len(posted)) == (True, 1)
+    worker._active[paused].fleet = None
+    assert worker._wait_for_storage(worker._context.store.get_run(paused), StoreFullError("no room")) is not None
+    worker.wake()
+    worker.flush()
+    assert (worker._active[other].is_preempted, len(posted)) == (True, 2)
+
+
 def test_what_a_device_sends_goes_to_the_run_that_it_names_and_else_to_all(worker: RunScheduler) -> None:
     posted: dict[str, list[Any]] = {"r1": [], "r2": []}
     worker._active = {
