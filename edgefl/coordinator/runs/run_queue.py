@@ -61,8 +61,11 @@ class RunQueue:
         """Returns why a queued run does not begin beside the active ones, in words."""
         try:
             config = RunConfig.from_json(record.config)
-        except ConfigError:
+            scales_run = self._find_unfinished_scales_run(config)
+        except (ConfigError, NotFoundError, StoreTooNewError):
             return "it begins next"  # and ends with its reason
+        if scales_run is not None:
+            return f"it comes after run {scales_run}, which finds means and scales of its data"
         boards = [info for info in self._registry.list_devices() if is_selected_trainer(info, config)]
         taken = [info for info in boards if self._get_holder(info, record) is not None]
         if not taken:
@@ -74,6 +77,10 @@ class RunQueue:
     def _get_holder(self, info: DeviceInfo, record: RunRecord) -> str | None:
         run_id = self._registry.get_allotted_run(info.device_id)
         return None if run_id == record.run_id else run_id
+
+    def _find_unfinished_scales_run(self, config: RunConfig) -> str | None:
+        run_id = find_scales_run(config, self._store) if should_find_scales(config) else None
+        return None if run_id is None or self._store.get_run(run_id).status.is_final else run_id
 
     def _count_needed(self, config: RunConfig) -> int:
         devices, needed = config.devices, 1
@@ -90,8 +97,7 @@ class RunQueue:
     def _can_begin(self, record: RunRecord, without: str | None) -> bool:
         try:
             config = RunConfig.from_json(record.config)
-            scales_run = find_scales_run(config, self._store) if should_find_scales(config) else None
-            if scales_run is not None and not self._store.get_run(scales_run).status.is_final:
+            if self._find_unfinished_scales_run(config) is not None:
                 return False  # it begins with what that run finds
             has_started = not has_only_waited(self._directory.runs / record.run_id)
         except (ConfigError, NotFoundError, StoreTooNewError):

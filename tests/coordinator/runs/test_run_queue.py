@@ -31,6 +31,9 @@ class Site:
     def add(self, run_id: str, **devices: Any) -> None:
         add_run(self.store, run_id, config=make_config(devices))
 
+    def explain(self, run_id: str) -> str:
+        return self.queue.explain_wait(self.store.get_run(run_id))
+
     def next_id(self, *recovered: str) -> str | None:
         record = self.queue.get_next(recovered)
         return record.run_id if record is not None else None
@@ -106,6 +109,8 @@ def test_a_run_whose_scales_another_finds_comes_after_it_and_one_that_cannot_be_
     add_run(site.store, "after", config={**of_table, "task": {"columns": "a", "normalise": "run:scales"}})
     site.fleet.add("pi-1", task="table")
     assert site.next_id() == "scales"
+    assert site.explain("after") == "it comes after run scales, which finds means and scales of its data"
+    assert site.explain("scales") == "fewer of its boards are there than it needs"
     site.store.set_run_status("scales", RunStatus.FINISHED, at=2.0)
     assert site.next_id() == "after"
     add_run(site.store, "odd", config={"run": {"task": "digits", "odd": 1}}, priority=1)
