@@ -206,13 +206,6 @@ class RunScheduler:
         self._recovered_ids: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
         self._queue = RunQueue(context.store, context.registry, context.directory)
-        self._backoff = StorageBackoff(
-            directory=context.directory.runs,
-            store=context.store,
-            flush=self.flush,
-            stop_event=self._stop_event,
-            idle_runs=context.idle_runs,
-        )
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(
@@ -220,6 +213,15 @@ class RunScheduler:
             )
             for number in range(context.num_slots)
         ]
+
+    def _make_backoff(self) -> StorageBackoff:
+        return StorageBackoff(
+            directory=self._context.directory.runs,
+            store=self._context.store,
+            flush=self.flush,
+            stop_event=self._stop_event,
+            idle_runs=self._context.idle_runs,
+        )
 
     def recover(self) -> None:
         """Queues the unfinished runs of an earlier coordinator again.
@@ -406,6 +408,7 @@ class RunScheduler:
         log.warning("run %s %s", current.run_id, message)
 
     def _run_thread(self) -> None:
+        backoff = self._make_backoff()  # one for each thread: it counts the failures of one pause
         while not self._stop_event.is_set():
             try:
                 record = self._get_next_run()
@@ -414,12 +417,12 @@ class RunScheduler:
                     self._wake_event.clear()
                 else:
                     self._wake_event.set()  # another thread may execute the next one
-                    self._run_with_pauses(record)
+                    self._run_with_pauses(record, backoff)
                     # The objects of a run reference each other: its models would stay until the next full garbage
                     # collection, which is rare.
                     gc.collect()
             except RETRYABLE_STORE_ERRORS as error:  # unwritten state is recovered, as after a restart
-                self._backoff.wait_until_writable("", error)
+                backoff.wait_until_writable("", error)
             except (StoreError, JournalError) as error:
                 self._on_fatal(error)
                 return
@@ -508,7 +511,7 @@ class RunScheduler:
             victim.is_preempted = True
             fleet.post(RunGivesWayError(reason))
 
-    def _run_with_pauses(self, record: RunRecord) -> None:
+    def _run_with_pauses(self, record: RunRecord, backoff: StorageBackoff) -> None:
         """Executes one run to its end, over all pauses for a full disk or a locked store."""
         log.info("run %s (%s, %s) begins", record.run_id, record.task, record.strategy)
         current: RunRecord | None = record
@@ -516,14 +519,14 @@ class RunScheduler:
         while current is not None:
             try:
                 if pending_error is not None:
-                    current, pending_error = self._wait_for_storage(current, pending_error), None
+                    current, pending_error = self._wait_for_storage(current, pending_error, backoff), None
                 if current is not None:
                     self._run_once(current)
                     current = None
             except RETRYABLE_STORE_ERRORS as error:  # also while a pause ends
                 pending_error = error
 
-    def _wait_for_storage(self, record: RunRecord, error: EdgeflError) -> RunRecord | None:
+    def _wait_for_storage(self, record: RunRecord, error: EdgeflError, backoff: StorageBackoff) -> RunRecord | None:
         """Waits until storage is writable; returns the run to go on with, None if there is none.
 
         A run that cannot go on exactly is queued again, from its checkpoint.
@@ -533,7 +536,7 @@ class RunScheduler:
             if (active := self._active.get(run_id)) is not None:
                 active.is_preempted = False  # its fleet is closed, and with it the request to give way is gone
         self._context.metrics.on_run_paused(run_id)
-        if not self._backoff.wait_until_writable(run_id, error):
+        if not backoff.wait_until_writable(run_id, error):
             with contextlib.suppress(*RETRYABLE_STORE_ERRORS):
                 self._end_run(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
             return None

@@ -774,7 +774,8 @@ def test_a_run_that_pauses_before_it_gives_way_keeps_no_other_from_that(
     worker.flush()
     assert (worker._active[paused].is_preempted, len(posted)) == (True, 1)
     worker._active[paused].fleet = None
-    assert worker._wait_for_storage(worker._context.store.get_run(paused), StoreFullError("no room")) is not None
+    record, backoff = worker._context.store.get_run(paused), worker._make_backoff()
+    assert worker._wait_for_storage(record, StoreFullError("no room"), backoff) is not None
     worker.wake()
     worker.flush()
     assert (worker._active[other].is_preempted, len(posted)) == (True, 2)
@@ -841,6 +842,29 @@ def test_a_hindrance_pauses_a_run_until_it_passes_or_the_coordinator_stops_and_e
         RunStatus.INTERRUPTED,
         COORDINATOR_STOPPED,
     )
+
+
+@pytest.mark.usefixtures("quick")
+def test_threads_of_several_runs_back_off_each_by_itself(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "has_room", lambda _: False)
+    backoffs: list[stalls.StorageBackoff] = []
+
+    class Noted(stalls.StorageBackoff):
+        def wait_until_writable(self, run_id: str, error: Any) -> bool:
+            backoffs.append(self)
+            return super().wait_until_writable(run_id, error)
+
+    monkeypatch.setattr(scheduler, "StorageBackoff", Noted)
+    add_reachable(worker, "pi", "barn")
+    worker = beside(worker)
+    worker._context = replace(worker._context, build_run=Hindered(*[StoreFullError("no room")] * 2))
+    runs = [left_behind(worker, RunStatus.QUEUED, more=on(name)) for name in ("pi", "barn")]
+    worker.start()
+    eventually(lambda: set(list_states(worker).values()) == {"paused"} and len(list_states(worker)) == len(runs))
+    worker.stop()
+    assert len(set(map(id, backoffs))) == len(runs)
 
 
 @pytest.mark.usefixtures("quick")
