@@ -201,7 +201,7 @@ class RunScheduler:
         self._context, self._on_fatal = context, on_fatal
         self._wake_event, self._stop_event = threading.Event(), threading.Event()
         self._active: Mapping[str, _ActiveExecution] = {}  # replaced under the lock, read without it
-        self._preempt_s = 0.0
+        self._preempt_s = self._reasons_s = 0.0  # when to look next
         self._inexact_ids: set[str] = set()
         self._recovered_ids: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
@@ -283,7 +283,7 @@ class RunScheduler:
 
     def wake(self) -> None:
         """Wakes the threads after a run was queued."""
-        self._preempt_s = 0.0
+        self._preempt_s = self._reasons_s = 0.0
         self._wake_event.set()
 
     def is_active(self, run_id: str) -> bool:
@@ -323,6 +323,7 @@ class RunScheduler:
             history = run.history
             if history is not None:
                 history.flush()
+        self._update_queue_reasons()
         self._preempt()
 
     def stop_run(self, run_id: str, reason: str) -> None:
@@ -412,6 +413,7 @@ class RunScheduler:
         while not self._stop_event.is_set():
             try:
                 record = self._get_next_run()
+                self._update_queue_reasons()
                 if record is None:
                     self._wake_event.wait(QUEUE_INTERVAL_S)
                     self._wake_event.clear()
@@ -439,7 +441,6 @@ class RunScheduler:
             if record is not None:
                 self._context.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
                 self._activate(record)
-            self._update_queue_reasons()
             return record
 
     def _activate(self, record: RunRecord, stop_reason: str | None = None) -> None:
@@ -455,6 +456,7 @@ class RunScheduler:
             ),
         }
         self._recovered_ids.discard(run_id)
+        self._reasons_s = 0.0
         with contextlib.suppress(ConfigError):  # it ends with its reason
             self._claim_boards(self._active[run_id], RunConfig.from_json(record.config))
         self._context.metrics.on_run_started(record)
@@ -463,7 +465,7 @@ class RunScheduler:
         """Releases the slot and the boards of a run. The caller holds the lock."""
         self._active = {name: run for name, run in self._active.items() if name != run_id}
         self._context.registry.close_run(run_id)
-        self._preempt_s = 0.0
+        self._preempt_s = self._reasons_s = 0.0
         self._wake_event.set()
 
     def _claim_boards(self, run: _ActiveExecution, config: RunConfig, previous_ids: Collection[str] = ()) -> None:
@@ -479,10 +481,14 @@ class RunScheduler:
         )
 
     def _update_queue_reasons(self) -> None:
-        """Says of queued runs why they have not begun beside the active ones."""
-        num_slots, num_active = self._context.num_slots, len(self._active)
-        if num_slots == 1:
+        """Says of queued runs why they have not begun beside the active ones, every `LOOK_INTERVAL_S` or on a change.
+
+        It looks at many runs and devices, so call it without the lock.
+        """
+        num_slots, num_active, now_s = self._context.num_slots, len(self._active), time.monotonic()
+        if num_slots == 1 or now_s < self._reasons_s:
             return
+        self._reasons_s = now_s + LOOK_INTERVAL_S
         queued = self._context.store.list_queued_runs()[:MAX_CONSIDERED] if num_active else []
         if num_active >= num_slots:
             reason = f"{num_active} runs are active, and --parallel-runs is {num_slots}"
@@ -499,7 +505,6 @@ class RunScheduler:
         if any(run.is_preempted for run in active.values()):
             return
         self._preempt_s = now_s + LOOK_INTERVAL_S
-        self._update_queue_reasons()
         # Of equals, the one that has been active for the shortest time has the least to lose.
         victims = [run for run in reversed(list(active.values())) if run.fleet is not None and not run.is_autonomous]
         victim = min(victims, key=lambda run: run.priority, default=None)

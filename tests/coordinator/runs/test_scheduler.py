@@ -761,6 +761,29 @@ def test_a_run_of_higher_priority_takes_the_place_of_the_lowest_which_goes_on_wh
     worker.stop()
 
 
+def test_why_runs_are_queued_is_looked_at_without_the_lock_and_only_now_and_then(
+    worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_reachable(worker, "pi")
+    worker = beside(worker)
+    active, behind = (left_behind(worker, status, more=on("pi")) for status in (RunStatus.RUNNING, RunStatus.QUEUED))
+    worker._active = {active: _ActiveExecution(run_id=active)}
+    was_locked: list[bool] = []
+
+    def explain(_record: RunRecord) -> str:
+        was_locked.append(worker._lock.locked())
+        return "so it is"
+
+    monkeypatch.setattr(worker._queue, "explain_wait", explain)
+    for _ in range(3):
+        worker.flush()
+    assert was_locked == [False]
+    assert worker.apply_idle_state({"run_id": behind, "status": "queued"})["reason"] == "so it is"
+    worker.wake()
+    worker.flush()
+    assert was_locked == [False, False], "after a run was queued"
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_run_that_pauses_before_it_gives_way_keeps_no_other_from_that(
     worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
