@@ -48,6 +48,7 @@ class BoardAllotments:
         """Adds the claim of a run, or replaces it; `update` then allots the boards."""
         if (former := self._claims.get(claim.run_id)) is not None:
             claim.declined_ids |= former.declined_ids
+            claim.preferred_ids |= former.preferred_ids
         self._claims[claim.run_id] = claim
 
     def close(self, run_id: str) -> None:

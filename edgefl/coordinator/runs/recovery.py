@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -380,6 +380,21 @@ def can_resume_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
         return True  # the damage is quarantined on the resume, and the run starts anew
 
 
+def list_previous_devices(run_id: str, directory: CoordinatorDirectory) -> tuple[str, ...]:
+    """Returns the trainers that an inactive run had last, as far as checkpoint and journal can be read."""
+    folder, snapshot, after = _checkpoint_folder(directory, run_id), None, 0
+    with contextlib.suppress(JournalError):
+        if (checkpoint := find_newest_checkpoint(directory, run_id)) is not None:
+            after = checkpoint.last_record
+            snapshot = load_run_snapshot(folder, RunSnapshot, checkpoint) if checkpoint.snapshot_sha256 else None
+
+    def read_entries() -> Iterator[JournalEntry]:
+        with contextlib.suppress(JournalError):  # what is readable is enough: this claims boards alone
+            yield from (entry for _, entry in load_journal_entries(folder.with_name("journal"), after=after))
+
+    return _list_trainers(snapshot, read_entries())
+
+
 def is_started(run_id: str, directory: CoordinatorDirectory) -> bool:
     """Returns whether a run has a checkpoint or a journal entry."""
     try:
@@ -512,7 +527,7 @@ def _list_used_ids(entries: Sequence[JournalEntry]) -> set[str]:
     return {name for entry in entries if isinstance(entry, Aggregation) for name in entry.assignment_ids}
 
 
-def _list_trainers(snapshot: RunSnapshot | None, entries: Sequence[JournalEntry]) -> tuple[str, ...]:
+def _list_trainers(snapshot: RunSnapshot | None, entries: Iterable[JournalEntry]) -> tuple[str, ...]:
     """Returns the trainers that were available last."""
     devices: dict[str, DeviceInfo | None] = dict(snapshot.fleet.devices) if snapshot is not None else {}
     for entry in entries:

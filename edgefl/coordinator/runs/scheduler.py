@@ -53,6 +53,7 @@ from edgefl.coordinator.runs.recovery import (
     check_resumable,
     has_only_waited,
     is_started,
+    list_previous_devices,
     pin_base,
     record_base,
     remove_crash_count,
@@ -240,6 +241,19 @@ class RunScheduler:
                     log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
                     if status is RunStatus.RUNNING:
                         self._set_status(record.run_id, RunStatus.INTERRUPTED, str(error))
+        self._reserve_boards()
+
+    def _reserve_boards(self) -> None:
+        """Claims the boards that recovered runs had, before one of them gives work to those of another."""
+        num_slots, store, directory = self._context.num_slots, self._context.store, self._context.directory
+        if num_slots == 1:
+            return
+        queued = [record for record in store.list_queued_runs() if record.run_id in self._recovered_ids]
+        for record in [*self._to_stop, *queued][:num_slots]:
+            run = _ActiveExecution(run_id=record.run_id, priority=record.priority, was_recovered=True)
+            with contextlib.suppress(ConfigError):  # it ends with its reason
+                previous_ids = list_previous_devices(record.run_id, directory)
+                self._claim_boards(run, RunConfig.from_json(record.config), previous_ids)
 
     def _recover(self, record: RunRecord) -> None:
         run_id, status = record.run_id, record.status
@@ -339,6 +353,7 @@ class RunScheduler:
             active = self._active.get(run_id)
             if active is None:
                 self._recovered_ids.discard(run_id)
+                self._context.registry.close_run(run_id)
                 self._send_end(run_id)
                 self._set_status(run_id, RunStatus.STOPPED, reason)
                 return

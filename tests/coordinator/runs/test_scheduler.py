@@ -761,6 +761,31 @@ def test_a_run_of_higher_priority_takes_the_place_of_the_lowest_which_goes_on_wh
     worker.stop()
 
 
+def test_recovered_runs_have_the_boards_that_they_had_before_the_first_of_them_is_active(
+    store: Store, worker: RunScheduler
+) -> None:
+    add_reachable(worker, "barn", "pi", "shed")
+    registry = worker._context.registry
+    worker = beside(worker)
+    first, second, third = (
+        left_behind(worker, RunStatus.RUNNING, replace(TURN, devices={name: registry.get_device(name)}))
+        for name in ("pi", "barn", "shed")
+    )
+
+    def holders() -> list[str | None]:
+        return [registry.get_allotted_run(name) for name in ("pi", "barn", "shed")]
+
+    worker.recover()
+    assert holders() == [first, second, first], "of as many runs as there are places"
+    assert (worker._get_next_run() or store.get_run(third)).run_id == first
+    assert holders() == [first, second, first]
+    registry.remove("barn")
+    registry.add("barn", node_id=99, role="trainer", groups=(), examples={"digits": 5})
+    assert holders() == [first, second, first]
+    worker.stop_run(second, "enough")
+    assert holders() == [first, first, first]
+
+
 def test_why_runs_are_queued_is_looked_at_without_the_lock_and_only_now_and_then(
     worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
