@@ -17,6 +17,7 @@ from edgefl.coordinator.execution.fleet_view import (
     LiveFleetView,
     RunSpec,
 )
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.protocol import Capabilities
@@ -101,6 +102,18 @@ def test_a_device_that_joins_again_in_another_group_leaves_a_run_of_its_old_grou
     assert list(site.view.refresh().idle) == ["pi"]
     site.add("pi", groups=("home",))
     assert list(site.view.refresh().idle) == []
+
+
+def test_a_run_declines_the_boards_alone_that_are_allotted_to_it(site, monkeypatch):
+    declined = []
+    monkeypatch.setattr(site.registry, "decline_board", lambda *board: declined.append(board))
+    site.registry.add("pi-1", node_id=2, role="trainer", groups=(), examples={})
+    site.view.refresh()
+    assert declined == []
+    site.registry.open_run(BoardClaim(run_id="r", selects=lambda info: info.device_id == "pi-1"))
+    site.view.admit("pi-1")
+    site.view.refresh()
+    assert declined == [("pi-1", "r")]
 
 
 def test_blocks_that_a_device_reports_are_seen_and_nonsense_is_not(site):

@@ -779,11 +779,13 @@ def test_recovered_runs_have_the_boards_that_they_had_before_the_first_of_them_i
     assert holders() == [first, second, first], "of as many runs as there are places"
     assert (worker._get_next_run() or store.get_run(third)).run_id == first
     assert holders() == [first, second, first]
+    assert (worker._get_next_run() or store.get_run(third)).run_id == second
     registry.remove("barn")
     registry.add("barn", node_id=99, role="trainer", groups=(), examples={"digits": 5})
     assert holders() == [first, second, first]
+    worker._active = {}
     worker.stop_run(second, "enough")
-    assert holders() == [first, first, first]
+    assert holders() == [first, first, first], "also of one that was not active yet"
 
 
 def test_why_runs_are_queued_is_looked_at_without_the_lock_and_only_now_and_then(
