@@ -8,8 +8,8 @@ updates, of halves with a sign, changes by 1/2.
 The noise comes from a key of the operating system and the sum itself: a replay repeats it, and another sum of the
 same version gets other noise, which counts as another release. Both are saved before a model leaves `release`.
 
-With correlated noise (DP-FTRL) it comes from the key, the number of the beginning and that of the round in it.
-Another sum of a version that was released begins the noise anew, and participations of devices count on.
+With correlated noise (DP-FTRL) it comes from the key, a random number of the beginning and the number of the round in
+it. Another sum of a version that was released begins the noise anew, and participations of devices count on.
 
 Source: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, fixed denominator;
 adaptive clipping: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from edgefl.strategies.correlated_noise import CorrelatedNoise
 from edgefl.strategies.update_guard import compute_norm
 
 KEY_BYTES = 32
+SALT_BYTES = 16
 KEPT_RELEASES = 1000
 """Newest releases whose digest is kept; a replay goes back to the newest checkpoint but one, which is less."""
 CLIP_RATE = 0.2
@@ -47,11 +49,21 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A released version: digest of what was released, and the releases of both kinds up to it."""
+    """A released version.
+
+    Attributes:
+        digest: of what was released.
+        sampled, repeated: releases of both kinds up to it.
+        start, salt: of the beginning of the correlated noise that covers it.
+        participations: of all devices, with this one, where it is the first since the noise began; None elsewhere.
+    """
 
     digest: bytes
     sampled: int
     repeated: int
+    start: int = 0
+    salt: bytes = b""
+    participations: dict[str, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +79,10 @@ class PrivacySpend:
         releases: version -> its last release; the newest `KEPT_RELEASES`.
         restarts: with correlated noise, numbers of releases at which it began anew.
         start: version behind which it began last.
+        salt: random, of that beginning, so that a copy of the record that is used twice begins with other noise;
+            empty for the first one, which has a key of its own.
         bands: of it, from the first release on.
-        participations: with correlated noise, device -> number of its updates that went into a release.
+        participations: with correlated noise, device -> number of releases for which it was asked.
     """
 
     key: bytes
@@ -79,6 +93,7 @@ class PrivacySpend:
     releases: dict[int, Release] = field(default_factory=dict)
     restarts: tuple[int, ...] = ()
     start: int = 0
+    salt: bytes = b""
     bands: int = 0
     participations: dict[str, int] = field(default_factory=dict)
 
@@ -96,7 +111,7 @@ class PrivacySpend:
         """Records that the correlated noise begins anew behind a version."""
         if self.total > max(self.restarts, default=0):
             self.restarts += (self.total,)
-        self.start = version
+        self.start, self.salt = version, secrets.token_bytes(SALT_BYTES)
 
     def count_with(self, version: int) -> tuple[int, int]:
         """Returns the first and the repeated releases, with another one of a version."""
@@ -111,8 +126,8 @@ class SpendRecorder:
     spend: PrivacySpend
     save: Callable[[PrivacySpend], None] = lambda _: None
 
-    def record(self, version: int, digest: bytes, participants: Iterable[str] = ()) -> None:
-        """Records a release, durably; the same sum of the same version is no further one.
+    def record(self, version: int, digest: bytes, participants: Iterable[str] = ()) -> Release:
+        """Records a release, durably, and returns it; the same sum of the same version is no further one.
 
         Args:
             version: that is released.
@@ -121,15 +136,23 @@ class SpendRecorder:
         """
         spend, former = self.spend, self.spend.releases.get(version)
         if former is not None and hmac.compare_digest(former.digest, digest):
-            return
+            return former
         spend.sampled, spend.repeated = spend.count_with(version)
         spend.newest, spend.repeatable = max(spend.newest, version), version
-        spend.releases[version] = Release(digest=digest, sampled=spend.sampled, repeated=spend.repeated)
-        for old in sorted(spend.releases)[:-KEPT_RELEASES]:
-            del spend.releases[old]
         for device_id in participants:
             spend.participations[device_id] = spend.participations.get(device_id, 0) + 1
+        spend.releases[version] = release = Release(
+            digest=digest,
+            sampled=spend.sampled,
+            repeated=spend.repeated,
+            start=spend.start,
+            salt=spend.salt,
+            participations=dict(spend.participations) if version == spend.start + 1 else None,
+        )
+        for old in sorted(spend.releases)[:-KEPT_RELEASES]:
+            del spend.releases[old]
         self.save(spend)
+        return release
 
     def restart(self, version: int) -> None:
         """Records that the versions behind this one will be made anew, from other updates and with other noise."""
@@ -143,12 +166,12 @@ class SpendRecorder:
 class PrivateDisplacement:
     """The released displacement, and the norm of the next round.
 
-    `has_new_noise` says that correlated noise began anew, since another sum had been released in its place.
+    Where the correlated noise began with it, `participations` are those of all devices, with this round; else None.
     """
 
     displacement: dict[str, Array]
     clip: float
-    has_new_noise: bool = False
+    participations: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +274,7 @@ class PrivateMean:
             version: that it leads to.
             clip: C of this round.
             num_below: sum of 1/2 for each update below the norm, and -1/2 for the others.
-            participants: the devices whose updates are in the sum.
+            participants: the devices that were asked for an update, whether it is in the sum or not.
 
         Raises:
             PrivacyBudgetError: it would pass the budget.
@@ -264,9 +287,8 @@ class PrivateMean:
         # All that a release depends on: the same noise at two scales would give the sum away.
         settings = (clip, scale, num_below, self.count_noise, self.num_expected)
         facts = struct.pack("<8sq5d", b"release", version, *settings)
-        num_restarts = len(self.recorder.spend.restarts)
-        digest = self._record(version, facts, sums, participants)
-        draw = self._make_draw(digest, version, sum(flat.size for flat in sums.values()))
+        released = self._record(version, facts, sums, participants)
+        draw = self._make_draw(released, version, sum(flat.size for flat in sums.values()))
         displacement = {}
         for name, flat in sums.items():
             noisy = scale * draw(flat.size)
@@ -276,27 +298,25 @@ class PrivateMean:
         if self.quantile is not None:
             share = (num_below + self.count_noise * float(draw(1)[0])) / self.num_expected + 0.5
             clip *= math.exp(-CLIP_RATE * (min(1.0, max(0.0, share)) - self.quantile))
-        has_new_noise = self.correlation is not None and len(self.recorder.spend.restarts) > num_restarts
-        return PrivateDisplacement(displacement=displacement, clip=clip, has_new_noise=has_new_noise)
+        participations = None if self.correlation is None else released.participations
+        return PrivateDisplacement(displacement=displacement, clip=clip, participations=participations)
 
-    def _record(self, version: int, facts: bytes, sums: Mapping[str, Array], participants: Sequence[str]) -> bytes:
-        """Returns the digest of a release, which is recorded."""
+    def _record(self, version: int, facts: bytes, sums: Mapping[str, Array], participants: Sequence[str]) -> Release:
+        """Returns the release of a sum, which is recorded; that of before, where it is repeated."""
         spend = self.recorder.spend
 
-        def compute_digest() -> bytes:
+        def compute_digest(salt: bytes) -> bytes:
             parts: list[bytes | memoryview] = [facts, *(flat.data for flat in sums.values())]
             if self.correlation is not None:
                 names = "\0".join(sorted(participants)).encode()
-                parts += [struct.pack("<qq", len(spend.restarts), self.bands), names]
+                parts += [struct.pack("<q", self.bands), salt, names]
             return self._digest(*parts)
 
-        digest = compute_digest()
         former = spend.releases.get(version)
-        if former is not None and hmac.compare_digest(former.digest, digest):
-            return digest
+        if former is not None and hmac.compare_digest(former.digest, compute_digest(former.salt)):
+            return former
         if self.correlation is not None and not self._is_next(version):
             self.recorder.restart(version - 1)  # two sums with one noise would give their difference away
-            digest = compute_digest()
         if not self._has_room_for(version):
             self.recorder.restart(version - 1)  # what was to be repeated here cannot be
             raise PrivacyBudgetError(
@@ -304,25 +324,25 @@ class PrivateMean:
                 "before, from other updates, and a second release counts"
             )
         spend.bands = self.bands
-        self.recorder.record(version, digest, () if self.correlation is None else participants)
-        return digest
+        return self.recorder.record(
+            version, compute_digest(spend.salt), () if self.correlation is None else participants
+        )
 
     def _is_next(self, version: int) -> bool:
         """Returns whether a version is the next one since the correlated noise began."""
         spend = self.recorder.spend
         return version == spend.start + 1 + spend.total - max(spend.restarts, default=0)
 
-    def _make_draw(self, digest: bytes, version: int, size: int) -> Callable[[int], Array]:
+    def _make_draw(self, released: Release, version: int, size: int) -> Callable[[int], Array]:
         """Returns what draws standard normal numbers of a release; of correlated ones there are `size`."""
         if self.correlation is None:
-            return np.random.default_rng(int.from_bytes(self._digest(b"noise", digest))).standard_normal
-        spend = self.recorder.spend
-        source = self._digest(struct.pack("<8sqq", b"matrix", len(spend.restarts), self.bands))
+            return np.random.default_rng(int.from_bytes(self._digest(b"noise", released.digest))).standard_normal
+        source = self._digest(struct.pack("<8sq", b"matrix", self.bands), released.salt)
 
         def make_rng(number: int) -> np.random.Generator:
             return np.random.default_rng(int.from_bytes(self._digest(source, struct.pack("<q", number))))
 
-        row, position = self.correlation.draw(self.bands, source, version - spend.start, size, make_rng), 0
+        row, position = self.correlation.draw(self.bands, source, version - released.start, size, make_rng), 0
 
         def take(number: int) -> Array:
             nonlocal position

@@ -1,5 +1,6 @@
 """Correlated noise: its deviation on prefix sums, what a device can move, limits of participation, and restarts."""
 
+import copy
 import itertools
 import math
 
@@ -124,11 +125,12 @@ def test_another_sum_of_a_released_version_gets_noise_of_its_own_and_counts():
     assert second.std() == pytest.approx(1.0, abs=0.03), "its first round has nothing to be correlated with"
 
 
-def test_the_same_sum_after_a_restart_is_another_release():
+def test_a_version_after_a_restart_has_other_noise_and_counts_once_more():
     mean = correlated(noise=1.0)
     first = release(mean, 1)
     mean.recorder.restart(0)
-    assert not np.array_equal(first, release(mean, 1))
+    np.testing.assert_array_equal(first, release(mean, 1))  # the same sum is the same release
+    assert not np.allclose(first, release(mean, 1, value=1.0) - 1.0)
     assert mean.recorder.spend.total == 2
     mean.recorder.restart(1)
     mean.recorder.restart(1)
@@ -136,6 +138,45 @@ def test_the_same_sum_after_a_restart_is_another_release():
     release(mean, 2)
     assert mean.recorder.spend.list_segments(3) == (1, 1, 1)
     assert mean.recorder.spend.list_segments(1) == (1,)
+
+
+@pytest.mark.parametrize("released", [0, 1])
+def test_a_backup_that_is_restored_twice_gives_no_two_sums_the_same_noise(released):
+    mean = correlated(noise=1.0)
+    mean.recorder.restart(0)
+    for version in range(1, released + 1):
+        release(mean, version)
+    mean.recorder.restart(released)
+    backup, noise = copy.deepcopy(mean.recorder.spend), []
+    for value in (5.0, 7.0):
+        again = correlated(noise=1.0, spend=copy.deepcopy(backup))
+        again.recorder.restart(released)
+        noise.append(release(again, released + 1, value=value, size=1000) - value)
+    assert abs(np.corrcoef(noise)[0, 1]) < 5.5 / math.sqrt(1000)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_replay_across_noise_that_began_anew_is_the_same_and_says_so_again(dies):
+    mean = correlated(noise=1.0)
+    release(mean, 1, names=("a",))
+    release(mean, 2, names=("b",))
+    if dies:  # between the record of the new beginning and that of the release
+        mean.recorder.restart(1)
+
+    def play_on():
+        released = [
+            mean.release(
+                {"w": np.full(3, value)}, {"w": np.zeros(3)}, version=version, clip=1.0, num_below=0.0,
+                participants=names,
+            )
+            for version, value, names in [(1, 0.0, "a"), (2, 9.0, "c"), (3, 9.0, "a")]
+        ]  # fmt: skip
+        return [each.displacement["w"].tolist() for each in released], [each.participations for each in released]
+
+    first, counts = play_on()
+    assert counts == [{"a": 1}, {"a": 1, "b": 1, "c": 1}, None]
+    assert play_on() == (first, counts)
+    assert (mean.recorder.spend.total, mean.recorder.spend.restarts) == (4, (2,))
 
 
 def test_a_run_keeps_the_bands_that_it_began_with():
@@ -156,12 +197,13 @@ def test_a_release_behind_the_budget_is_refused_before_its_noise_is_drawn():
     assert (mean.recorder.spend.total, mean.recorder.spend.participations) == (2, {"a": 1})
 
 
-def play(strategy, state, names, now_s=0.0):
-    """The state after a round in which all that are asked answer, and who was asked."""
+def play(strategy, state, names, now_s=0.0, silent=()):
+    """The state after a round in which all that are asked answer but the silent ones, and who was asked."""
     state, decision = strategy.assign(state, view_of(*names, now_s=now_s))
     asked = [order.device_id for order in decision.instructions]
     for order in decision.instructions:
-        state = strategy.receive(state, update_of(order, {"w": np.ones(3, np.float32) / 9, "b": START["b"]}))
+        if order.device_id not in silent:
+            state = strategy.receive(state, update_of(order, {"w": np.ones(3, np.float32) / 9, "b": START["b"]}))
     if state.open:
         assert strategy.ready(state, view_of(*names))
         state = strategy.aggregate(state)
@@ -187,12 +229,28 @@ def test_boards_take_part_as_far_apart_and_as_often_as_they_may():
     assert state.version == 6, "and no round opens without a board that may"
 
 
-def test_a_board_that_did_not_answer_has_not_taken_part():
-    strategy = fedavg(correlated(separation=3))
-    state, _ = begun(strategy, START, "ab")
-    assert strategy.ready(state, view_of("a", "b"))
-    state = strategy.aggregate(state)
-    assert play(strategy, state, "ab")[1] == ["a", "b"]
+@pytest.mark.parametrize("silent", "abcd")
+def test_who_is_asked_does_not_depend_on_who_answers(silent):
+    asked = []
+    for silent_ones in (set(), {silent}):
+        mean = correlated(separation=2)
+        strategy = fedavg(mean, max_devices=2, seed=1)
+        state, rounds = strategy.init(START), []
+        for _ in range(6):
+            state, names = play(strategy, state, "abcd", silent=silent_ones)
+            rounds.append(names)
+        asked.append((rounds, mean.recorder.spend.participations))
+    assert asked[0] == asked[1]
+
+
+def test_boards_of_a_release_whose_noise_began_anew_rest_behind_it():
+    mean = correlated(separation=3)
+    strategy = fedavg(mean)
+    state, _ = play(strategy, strategy.init(START), "abc")
+    state, asked = play(strategy, strategy.init(START), "ab", silent={"a"})  # a replay comes to another sum
+    assert (asked, mean.recorder.spend.restarts) == (["a", "b"], (1,))
+    assert state.participations == {"a": (2, 1), "b": (2, 1), "c": (1, 0)}
+    assert play(strategy, state, "abc")[1] == ["c"]
 
 
 def test_an_update_that_the_limits_do_not_allow_does_not_count():
@@ -213,9 +271,26 @@ def test_participations_of_versions_that_are_made_anew_count_on():
     assert mean.restore_participations() == {"a": (1, 0), "b": (1, 0)}
     state = strategy.init(START)
     state.participations = mean.restore_participations()
-    state, asked = play(strategy, state, "ab")
+    state, asked = play(strategy, state, "ab", silent={"a"})
     assert asked == ["a", "b"]
     assert state.participations == {"a": (2, 1), "b": (2, 1)}
+
+
+def test_a_late_board_that_may_not_take_part_either_does_not_prolong_the_wait():
+    strategy = fedavg(correlated(separation=2, participations=1))
+    state, _ = play(strategy, strategy.init(START), "abc")
+    late = view_of("a", "b", busy={"c": ["v0-a1-c"]}, now_s=0.0)
+    for late.now_s in (0.0, MAX_REST_S):
+        state, decision = strategy.assign(state, late)
+        assert decision.instructions == ()
+    late.now_s = MAX_REST_S + 1
+    with pytest.raises(StrategyError, match="0 of 3 may"):
+        strategy.assign(state, late)
+    state.waiting_since_s = None
+    del state.participations["c"]  # it may, as soon as it has answered
+    strategy.assign(state, late)
+    late.now_s *= 3
+    assert strategy.assign(state, late)[1].instructions == ()
 
 
 def test_boards_that_may_never_take_part_end_the_run_after_a_week():

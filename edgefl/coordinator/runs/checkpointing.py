@@ -129,11 +129,16 @@ def close_spend_recorder(recorder: SpendRecorder) -> None:
 
 
 def delete_noise_key(folder: Path) -> None:
-    """Deletes the key of a run that has failed; what it has spent stays, and another run changes nothing."""
+    """Deletes the key of a run that has failed; what it has spent stays, and another run changes nothing.
+
+    Without its key nothing can be repeated: should the coordinator die before the failure is recorded, the run goes
+    on in another incarnation.
+    """
     path = folder / PRIVACY_FILE
     try:
         spend = decode_state(path.read_bytes(), PrivacySpend)
         spend.key = b""
+        write_atomic(folder / NEW_INCARNATION_FILE, b"")
         write_atomic(path, encode_state(spend))
     except FileNotFoundError:
         return

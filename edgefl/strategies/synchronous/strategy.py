@@ -201,20 +201,24 @@ class SynchronousStrategy(Strategy[R]):
 
     def _release_mean(self, state: R, current_round: OpenRound, privacy: PrivateMean) -> Mapping[str, Array]:
         current_round.fold.add_waiting(state.model)
+        # All that were asked: who is asked later must not depend on who answered.
+        participants = sorted({device_id for device_id, _ in current_round.assigned.values()})
         released = privacy.release(
             current_round.fold.total,
             state.model,
             version=state.version + 1,
             clip=privacy.get_clip(state.clip),
             num_below=sum(current_round.below_clip.values()),
-            participants=tuple(current_round.below_clip),
+            participants=participants,
         )
         state.clip = released.clip
-        if released.has_new_noise:
-            state.participations = privacy.restore_participations()
-        elif privacy.correlation is not None:
-            for name in current_round.below_clip:
-                state.participations[name] = state.participations.get(name, (0, 0))[0] + 1, state.version + 1
+        if privacy.correlation is None:
+            return released.displacement
+        if (counts := released.participations) is not None:
+            state.participations = {name: (count, 0) for name, count in counts.items()}
+        for name in participants:
+            count = state.participations.get(name, (0, 0))[0] + (counts is None)
+            state.participations[name] = count, state.version + 1
         return released.displacement
 
     def _weigh_update(self, state: R, current_round: OpenRound, update: Update) -> float | None:
@@ -285,18 +289,19 @@ class SynchronousStrategy(Strategy[R]):
         Raises:
             StrategyError: for `MAX_REST_S` there were devices enough, but no round could have them.
         """
-        permitted = [name for name in self.list_available(view) if self._permits(state, name)]
-        if len(permitted) >= self.rules.min_devices or state.open or view.busy:
+        needed, idle = self.rules.min_devices, self.list_available(view)
+        num_idle = sum(self._permits(state, name) for name in idle)
+        there = [*idle, *(name for name in view.busy if name in view.devices)]  # late ones of a round before
+        num_permitted = sum(self._permits(state, name) for name in there)
+        if state.open or num_permitted >= needed or len(there) < needed:
             state.waiting_since_s = None
-            return len(permitted) >= self.rules.min_devices
-        if len(self.list_available(view)) < self.rules.min_devices:
-            state.waiting_since_s = None
-            return False
-        since_s = state.waiting_since_s = min(view.now_s, state.waiting_since_s or view.now_s)
+            return num_idle >= needed
+        since_s = view.now_s if state.waiting_since_s is None else min(view.now_s, state.waiting_since_s)
+        state.waiting_since_s = since_s
         if view.now_s - since_s > MAX_REST_S:
             raise StrategyError(
-                f"round {state.version + 1} waited {MAX_REST_S / 86_400:g} days for {self.rules.min_devices} boards "
-                f"that may take part, {len(permitted)} of {len(self.list_available(view))} may: the others have "
+                f"round {state.version + 1} waited {MAX_REST_S / 86_400:g} days for {needed} boards "
+                f"that may take part, {num_permitted} of {len(there)} may: the others have "
                 "taken part as often as privacy.participations allows, or less than privacy.separation rounds ago"
             )
         return False

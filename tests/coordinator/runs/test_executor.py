@@ -722,6 +722,34 @@ def test_a_later_life_begins_correlated_noise_anew_and_counts_participations_on(
     assert max(spend.participations.values()) <= 3
 
 
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_noise_that_began_anew_in_a_release_and_who_was_asked_since_come_back_after_kills(
+    stores: list[Site], every: int
+) -> None:
+    run = PrivateSite(stores[0], limits=ParticipationLimits(separation=2, participations=4))
+    boards, goal = Boards(FaultyFleet(1, faults={}), stops_at=2, dies=True), StoppingCriteria(rounds=5)
+    with pytest.raises(Killed):
+        run.live(boards, goal)
+    other = Release(digest=b"other", sampled=1, repeated=0)
+    taken_part = {"a": 2, "h": 2}
+    spent = dataclasses.replace(
+        run.read_spend(), sampled=1, newest=1, repeatable=1, releases={1: other}, participations=taken_part
+    )
+    (stores[0].directory.runs / "r" / PRIVACY_FILE).write_bytes(encode_state(spent))
+    while True:
+        boards.stops_at = boards.waits + every
+        try:
+            assert run.live(boards, goal)
+        except Killed:
+            continue
+        break
+    assert {version: len(sums) for version, sums in run.released.items()} == dict.fromkeys(range(1, 6), 1)
+    spend = run.read_spend()
+    assert (spend.total, spend.restarts) == (6, (1,))
+    assert sum(spend.participations.values()) == sum(taken_part.values()) + 5 * 2
+    assert max(spend.participations.values()) <= 4
+
+
 def test_a_later_life_without_budget_ends_and_releases_nothing(
     stores: list[Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1175,4 +1175,6 @@ def test_the_noise_key_of_a_private_run_that_has_failed_is_deleted(
     recorder.record(1, b"one")
     worker._end_run("r", status, "because")
     spend = decode_state((folder / PRIVACY_FILE).read_bytes(), PrivacySpend)
-    assert (spend.sampled, spend.key) == (1, b"" if status is RunStatus.FAILED else b"k" * 32)
+    has_failed = status is RunStatus.FAILED
+    assert (spend.sampled, spend.key) == (1, b"" if has_failed else b"k" * 32)
+    assert (folder / NEW_INCARNATION_FILE).exists() == has_failed, "killed here, it would not replay without its key"
