@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edgefl.client.sources import Source
     from edgefl.simulation.advice.advice import Advice, Quantity
     from edgefl.simulation.sweep import SweepOutcome
+    from edgefl.strategies.correlated_noise import ParticipationLimits
 
 log = logging.getLogger(__name__)
 
@@ -268,8 +269,10 @@ def privacy(  # noqa: PLR0913 the options of one command
         of_mean = noise / batch
     elif separation is not None:
         assert boards is not None
-        noise, compute, remaining = _advise_correlated(epsilon, delta, rounds, separation, participations)
-        of_mean = noise / max(1, boards // separation)
+        noise, compute, remaining = _advise_correlated(
+            epsilon, delta, rounds, _make_limits(separation, participations, boards, rounds), weights or 1
+        )
+        of_mean = noise / (boards // separation)
     else:
         assert boards is not None
         noise, compute = _advise_devices(epsilon, delta, sampling, rounds)
@@ -297,15 +300,29 @@ def _advise_devices(
     return noise, lambda number: compute_epsilon(noise, delta, sampling, number, 0)
 
 
+def _make_limits(separation: int, participations: int | None, boards: int, rounds: int) -> ParticipationLimits:
+    """Returns the limits of participation; a round has one in `separation` boards.
+
+    Raises:
+        UsageError: no run can keep them.
+    """
+    from edgefl.strategies.correlated_noise import ParticipationLimits  # noqa: PLC0415 fast start
+
+    limits = ParticipationLimits(separation=separation, participations=participations)
+    names = ("--boards", "--separation", "--participations")
+    if faults := limits.list_faults(boards=boards, count=max(1, boards // separation), rounds=rounds, names=names):
+        raise UsageError("; ".join(faults))
+    return limits
+
+
 def _advise_correlated(
-    epsilon: float, delta: float, rounds: int, separation: int, participations: int | None
+    epsilon: float, delta: float, rounds: int, limits: ParticipationLimits, weights: int
 ) -> tuple[float, Callable[[int], float], Callable[[int], float]]:
     """Returns as `_advise_devices`, and the share of the noise that is left on the sum of some rounds."""
     from edgefl.engine.privacy_accounting import compute_gaussian_epsilon, find_gaussian_noise  # noqa: PLC0415 fast start
-    from edgefl.strategies.correlated_noise import ParticipationLimits, compute_prefix_deviations  # noqa: PLC0415 likewise
+    from edgefl.strategies.correlated_noise import compute_prefix_deviations  # noqa: PLC0415 likewise
 
-    limits = ParticipationLimits(separation=separation, participations=participations)
-    bands = limits.choose_bands(rounds, 1)
+    bands = limits.choose_bands(rounds, weights)
 
     def compute_sensitivity(number: int) -> float:
         return limits.compute_sensitivity(bands, (number,))

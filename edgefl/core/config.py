@@ -198,7 +198,8 @@ class DevicesSection:
     Attributes:
         groups: devices of these groups; none means all that have a shard of the task.
         names: these devices; none likewise.
-        min: the first round waits for so many idle devices; later the run goes on with those that are left.
+        min: the first round waits for so many idle devices; later the run goes on with those that are left. With
+            `privacy.mechanism = "dp-ftrl"` each round waits for so many that may take part, 1 meaning `count`.
         count: devices asked in a round; None asks all.
         fraction: of the idle devices that are asked in a round, in place of `count`.
         min_memory_bytes: boards with less memory are left out.
@@ -334,7 +335,7 @@ class PrivacySection:
             correlates it, so that sums over rounds have little, and bounds how often a device takes part.
         separation: with `dp-ftrl`, least rounds from one participation of a device to its next.
         participations: with `dp-ftrl`, most of a device in the run; None for as many as separation and `run.rounds`
-            allow.
+            allow, and two more.
     """
 
     unit: PrivacyUnit | None = None

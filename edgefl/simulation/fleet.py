@@ -275,6 +275,7 @@ class SimulatedFleet:
             f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
             f"{len(self._devices)} devices are there, none of them is given work, "
             "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unhealthy_policy, "
+            "at [privacy] separation and participations, which may let too few take part, "
             "and at whom the strategy itself asks"
         )
 

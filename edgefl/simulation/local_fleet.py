@@ -28,6 +28,7 @@ from edgefl.core.errors import ConfigError, NetworkError, RunFailedError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
 from edgefl.core.types import Json, Scalar
 from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.privacy import check_fleet_size
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
 from edgefl.system.atomic_files import open_atomic
@@ -423,6 +424,7 @@ def count_devices(devices: int | Sequence[str | Path]) -> int:
 def _check_devices(config: RunConfig, num_devices: int) -> None:
     if num_devices < max(1, config.devices.min):
         raise ConfigError(f"the run needs at least {max(1, config.devices.min)} devices, got {num_devices}")
+    check_fleet_size(config, num_devices)
 
 
 def _partition_data(

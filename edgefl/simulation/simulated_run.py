@@ -42,6 +42,7 @@ from edgefl.device.conditions.run_conditions import NO_RUN_CONDITIONS
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, should_find_scales
+from edgefl.engine.assembly.privacy import check_fleet_size
 from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
@@ -620,6 +621,7 @@ def make_devices(
         raise ConfigError(
             f"devices.names and devices.groups leave {selected} of the simulation, the run needs at least {required}"
         )
+    check_fleet_size(config, len(boards))
     return boards
 
 

@@ -86,6 +86,32 @@ class ParticipationLimits:
         full = min(full, most)
         return math.sqrt(full * float(squares[-1]) + sum(sorted(ends, reverse=True)[: most - full]))
 
+    def list_faults(
+        self,
+        *,
+        boards: int,
+        count: int,
+        rounds: int | None,
+        names: tuple[str, str, str] = (
+            "privacy.boards",
+            "privacy.separation x devices.count",
+            "privacy.participations",
+        ),
+    ) -> list[str]:
+        """Returns why rounds of `count` boards would wait for ever, a line each; `names` are of the settings."""
+        faults = list[str]()
+        if boards < self.separation * count:
+            faults.append(
+                f"{names[0]} must be at least {names[1]} = {self.separation * count}, got {boards}: the others would "
+                "still rest"
+            )
+        if rounds is not None and self.participations is not None and boards * self.participations < rounds * count:
+            faults.append(
+                f"{names[2]} must be at least {-(-rounds * count // boards)} with {rounds} rounds of {count} of "
+                f"{boards} boards, got {self.participations}"
+            )
+        return faults
+
     def choose_bands(self, rounds: int, size: int) -> int:
         """Returns the number of bands for some rounds of a model with so many parameters; more leave less noise."""
         return min(self.separation, rounds, MAX_BANDS, 1 + MAX_NOISE_BYTES // (8 * max(1, size)))

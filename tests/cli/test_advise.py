@@ -48,8 +48,21 @@ def test_correlated_noise_is_found_for_the_limits_of_participation_and_less_of_i
     independent = run(*words, "--format", "json").rows
     assert rows[-1]["noise_of_mean"] * 100 < independent[-1]["noise_of_mean"] * 1000 / 4
     assert rows[-1]["noise_of_mean"] < rows[0]["noise_of_mean"] < rows[0]["noise"] / 100
-    few = run(*words, "--separation", 10, "--participations", 1, "--format", "json").rows
-    assert few[-1]["noise"] == pytest.approx(rows[-1]["noise"] / 10**0.5, rel=0.05)
+    large = run(*words, "--separation", 10, "--weights", 2**27, "--format", "json").rows
+    assert large[-1]["noise"] < rows[-1]["noise"], "its noise has a single band"
+    assert large[-1]["noise_of_mean"] > rows[-1]["noise_of_mean"]
+
+
+@pytest.mark.parametrize(
+    ("boards", "words", "line"),
+    [
+        (5, (), "--boards must be at least --separation = 10, got 5"),
+        (1000, ("--participations", 1), "--participations must be at least 10 with 100 rounds of 100 of 1000 boards"),
+    ],
+)
+def test_limits_that_no_run_can_keep_are_refused(refused, boards, words, line):
+    budget = ("advise", "privacy", "--epsilon", 8, "--delta", 1e-5, "--rounds", 100, "--boards", boards)
+    refused([*budget, "--separation", 10, *words], 2, line)
 
 
 OF_EXAMPLES = ("advise", "privacy", "--unit", "example", "--epsilon", 4, "--delta", 1e-5, "--rounds", 20)

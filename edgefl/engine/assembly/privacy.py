@@ -26,6 +26,8 @@ from edgefl.strategies.correlated_noise import CorrelatedNoise, ParticipationLim
 from edgefl.strategies.private_mean import KEY_BYTES, PrivacySpend, PrivateMean, SpendRecorder
 from edgefl.strategies.strategy_config import RoundRules
 
+SPARE_PARTICIPATIONS = 2
+"""Participations beyond those that the rounds need: for boards that did not answer, and versions made anew."""
 PRIVATE_STRATEGIES = ("fedavg", "fedprox", "ssgd")
 """Strategies that use nothing of updates but their mean."""
 EXAMPLE_STRATEGIES = (
@@ -237,27 +239,34 @@ def _make_correlation(config: RunConfig, shapes: ModelSpec) -> CorrelatedNoise:
     separation, participations = privacy.separation, privacy.participations
     assert separation is not None
     if participations is None and rounds is not None:
-        participations = -(-rounds // separation)
+        participations = -(-rounds // separation) + SPARE_PARTICIPATIONS
+    limits = ParticipationLimits(separation=separation, participations=participations)
     if count is None:
         faults.messages.append(
             f"devices.count is missing: {_HOW_CORRELATED} needs it, so that the boards of one round are not all"
         )
     elif privacy.boards is not None:
-        if privacy.boards < separation * count:
-            faults.messages.append(
-                f"privacy.boards must be at least privacy.separation x devices.count = {separation * count} with "
-                f"{_HOW_CORRELATED}, got {privacy.boards}: the others would still rest"
-            )
-        if rounds is not None and participations is not None and privacy.boards * participations < rounds * count:
-            faults.messages.append(
-                f"privacy.participations must be at least {-(-rounds * count // privacy.boards)} with {rounds} "
-                f"rounds of {count} of {privacy.boards} boards, got {participations}"
-            )
+        faults.messages += limits.list_faults(boards=privacy.boards, count=count, rounds=rounds)
     faults.check()
-    limits = ParticipationLimits(separation=separation, participations=participations)
     planned = rounds or separation * (participations or 1)
     size = sum(math.prod(spec.shape) for spec in shapes if spec.shared)
     return CorrelatedNoise(limits=limits, bands=limits.choose_bands(planned, size))
+
+
+def check_fleet_size(config: RunConfig, num_devices: int) -> None:
+    """Checks that there are devices enough for limits of participation, where their number is known.
+
+    Raises:
+        ConfigError: rounds would wait for ever.
+    """
+    privacy, count = config.privacy, config.devices.count
+    if privacy.mechanism != "dp-ftrl" or privacy.separation is None or count is None:
+        return
+    faults = Faults()
+    limits = ParticipationLimits(separation=privacy.separation, participations=privacy.participations)
+    names = ("the number of devices", "privacy.separation x devices.count", "privacy.participations")
+    faults.messages += limits.list_faults(boards=num_devices, count=count, rounds=config.run.rounds, names=names)
+    faults.check()
 
 
 def _find_correlated_noise(privacy: PrivacySection, correlation: CorrelatedNoise, rounds: int) -> float:

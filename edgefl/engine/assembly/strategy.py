@@ -139,12 +139,14 @@ def get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | 
 
 
 def make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> RoundRules:
-    server = config.server
+    server, devices = config.server, config.devices
+    # A round of few boards spends as much as one of all.
+    is_full = config.privacy.mechanism == "dp-ftrl" and devices.min == 1
     return RoundRules(
         privacy=make_private_mean(config, shapes) if config.privacy.unit == "device" else None,
         example_privacy=make_example_privacy(config, shapes) if config.privacy.unit == "example" else None,
-        min_devices=config.devices.min,
-        max_devices=config.devices.count,
+        min_devices=devices.count or devices.min if is_full else devices.min,
+        max_devices=devices.count,
         fraction=config.devices.fraction,
         min_updates=config.run.min_updates,
         deadline_s=config.run.deadline_s,

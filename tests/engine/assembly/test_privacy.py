@@ -123,11 +123,11 @@ def test_limits_of_participation_go_with_what_keeps_them(accounted, sections, li
 def test_the_noise_of_limits_is_that_of_a_single_gaussian_and_the_run_stays_within(accounted, tmp_path):
     mean = get_private_mean(build(privacy=CORRELATED, devices={"count": 5}).strategy)
     limits = mean.correlation.limits
-    assert (limits.separation, limits.participations, mean.correlation.bands) == (2, 3, 2)
+    assert (limits.separation, limits.participations, mean.correlation.bands) == (2, 5, 2)
     # Of two bands a column has the norm √(1 + 1/4); rounds 1, 3 and 5 of 5, the last with one row behind it.
     sensitivity = (2 * 1.25 + 1) ** 0.5
     assert compute_gaussian_epsilon(mean.noise_multiplier / sensitivity, 1e-3) == pytest.approx(8.0, abs=1e-6)
-    result, rounds = simulate(tmp_path, devices=10, privacy=CORRELATED, devices_={"count": 5, "min": 5})
+    result, rounds = simulate(tmp_path, devices=10, privacy=CORRELATED, devices_={"count": 5})
     assert result.reason == "rounds reached 5"
     spent = [row["facts"]["epsilon"] for row in rounds]
     expected = [
@@ -135,6 +135,20 @@ def test_the_noise_of_limits_is_that_of_a_single_gaussian_and_the_run_stays_with
     ]
     assert spent == pytest.approx(expected, abs=1e-6)
     assert [row["num_updates"] for row in rounds] == [5] * 5
+
+
+def test_each_round_waits_for_as_many_as_it_asks_where_devices_min_does_not_say_how_many(accounted):
+    needed = [
+        build(privacy=CORRELATED, devices=devices).strategy.rules.min_devices
+        for devices in ({"count": 5}, {"count": 5, "min": 4})
+    ]
+    assert needed == [5, 4]
+
+
+def test_a_simulated_fleet_that_is_too_small_for_the_limits_is_refused(accounted, tmp_path):
+    few = {**CORRELATED, "separation": 5, "boards": 10}
+    with pytest.raises(ConfigError, match=r"the number of devices must be at least .* x devices.count = 10, got 6"):
+        simulate(tmp_path, devices=6, privacy=few, devices_={"count": 2})
 
 
 def test_limits_with_a_noise_of_ones_own_end_at_the_budget(accounted, tmp_path):
@@ -219,7 +233,7 @@ def test_a_dry_run_says_what_is_promised_and_what_is_not(accounted):
     adaptive = build(privacy={"noise": 4.0, "clip": "adaptive", "boards": 74})
     line = explain_privacy(adaptive.config, get_private_mean(adaptive.strategy))
     assert "noise multiplier 4 (4.754 on updates)" in line
-    correlated = build(privacy=CORRELATED, devices={"count": 5}, run={"rounds": 6})
+    correlated = build(privacy={**CORRELATED, "participations": 3}, devices={"count": 5}, run={"rounds": 6})
     line = explain_privacy(correlated.config, get_private_mean(correlated.strategy))
     assert "for as many rounds as boards may take part in" in line
     assert "devices take part at most 3 times, 2 rounds apart at least, with noise that is correlated over 2" in line
