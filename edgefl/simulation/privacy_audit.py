@@ -49,6 +49,7 @@ _HALVINGS = 30
 MIN_LOSS, MAX_LOSS = 1e-9, 50.0
 """Cross-entropies between which confidences are compared."""
 MIN_VARIANCE = 1e-9
+_SUM_TOLERANCE = 1e-3
 MAX_ENTRIES = 2**28
 """Most numbers of all directions together, 1 GiB."""
 
@@ -379,6 +380,7 @@ def _audit_members(
 ) -> tuple[Array, str]:
     """Returns the likelihood ratio of each example's membership, and the run's id."""
     rows = _choose_rows(data, len(is_included), derive_rng(config.run.seed, "members"))
+    _check_cross_entropy(config, data, rows[0])
     coins = derive_rng(config.run.seed, "shadows").random((num_shadows, len(rows))) < 0.5
     shadows = np.empty(coins.shape)
     for number, coin in enumerate(coins):
@@ -387,6 +389,26 @@ def _audit_members(
         shadows[number] = compute_logit(_measure_losses(other, data, folder, rows, coin, on_change)[0])
     losses, run_id = _measure_losses(config, data, folder, rows, is_included, on_change)
     return compute_likelihood_ratios(compute_logit(losses), shadows, coins), run_id
+
+
+def _check_cross_entropy(config: RunConfig, data: FleetData, row: int) -> None:
+    """Checks that the loss of an example is -log p, p being the probability of its class.
+
+    Raises:
+        DataError: it is another, or there is more than one class for each.
+    """
+    classes = _count_classes(data.pool.targets)
+    components, learner = build_run(config, "simulated"), make_run_task(config).learner(accelerator="cpu", threads=1)
+    learner.load(components.make_whole(components.model))
+    total, targets = 0.0, data.pool.targets.copy()
+    for number in range(classes):
+        targets[row] = number
+        total += math.exp(-learner.evaluate(replace(data.pool, targets=targets).take(np.array([row])))[0])
+    if not abs(total - 1.0) <= _SUM_TOLERANCE:
+        raise DataError(
+            f"LiRA needs the cross-entropy of one class for each example: by this task's loss the probabilities of "
+            f"{classes} classes sum to {total:.3g}; leave --shadows out"
+        )
 
 
 def compute_logit(losses: Array) -> Array:
@@ -427,14 +449,19 @@ def _choose_rows(data: FleetData, number: int, rng: np.random.Generator) -> Arra
     return rng.choice(rows, number, replace=False)
 
 
-def _make_wrong(targets: Array, rows: Array, rng: np.random.Generator) -> Array:
-    """Returns the targets with another class in some rows."""
+def _count_classes(targets: Array) -> int:
+    """Returns the number of classes; a `DataError` says that examples have none."""
     if targets.ndim != 1 or targets.dtype.kind not in "iu":
         raise DataError("an audit of examples needs one class for each; audit devices: --unit device")
     classes = int(targets.max()) + 1
     if classes < 2:
         raise DataError(f"an audit of examples needs two classes at least, got {classes}")
-    wrong = targets.copy()
+    return classes
+
+
+def _make_wrong(targets: Array, rows: Array, rng: np.random.Generator) -> Array:
+    """Returns the targets with another class in some rows."""
+    classes, wrong = _count_classes(targets), targets.copy()
     wrong[rows] = (targets[rows] + rng.integers(1, classes, len(rows))) % classes
     return wrong
 
