@@ -18,14 +18,15 @@ import numpy as np
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.error_feedback import is_stateful_training
 from edgefl.compression.stages import to_dense
-from edgefl.coordinator.execution.site_records import RoundRecord, load_content, save_content
+from edgefl.coordinator.execution.site_records import REPLY_FILE, RoundRecord, load_content, save_content
 from edgefl.core.sites import SiteTask
 from edgefl.core.types import Array, Json, ModelSpec, TrainConfig, derive_rng
 from edgefl.system.atomic_files import sync_directory
 
 log = logging.getLogger(__name__)
 
-FILE = "outage"
+FILE, MODEL_FILE = "outage", "outage-model"
+"""In the site's folder its own model; in a round's, how far that is ahead, and that model until it is answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +51,14 @@ class SiteModel:
         task: that is trained.
         tensors: the model after the answer and these rounds.
         rounds: their number.
+        tries: rounds that were tried, with those that failed.
     """
 
     header: Json
     task: SiteTask
     tensors: dict[str, Array]
     rounds: int = 0
+    tries: int = 0
 
     @classmethod
     def create(cls, header: Json, body: bytes, task: SiteTask, update: bytes) -> SiteModel | None:
@@ -75,11 +78,15 @@ class SiteModel:
         return cls(header=header, task=task, tensors=tensors)
 
     def make_instruction(self) -> tuple[Json, bytes]:
-        """Returns header and model of the next round without upstream; its version gives the boards other seeds."""
+        """Returns header and model of the next round without upstream; its version gives the boards other seeds.
+
+        Each try has a name of its own: boards answer one that they know from memory.
+        """
+        self.tries += 1
         body = make_codec("dense", self.task.spec).encode(self.tensors, derive_rng(0))
         return {
             **self.header,
-            "assignment": f"{self.header['assignment']}+{self.rounds + 1}",
+            "assignment": f"{self.header['assignment']}+{self.tries}",
             "version": int(self.header["version"]) + self.rounds + 1,
             "model_sha256": hashlib.sha256(body).hexdigest(),
         }, body
@@ -118,43 +125,85 @@ class OutageWork:
         """Removes the model of a run."""
         loaded = load_content(self.path)
         if loaded is not None and run_id == loaded[0].get("run"):
-            self._remove()
+            self._remove(self.path)
 
-    def _remove(self) -> None:
-        """Removes the model for good: after a power cut it would go upstream again."""
-        self.path.unlink(missing_ok=True)
-        sync_directory(self.folder)
+    def drop_late(self, header: Json, max_staleness: int) -> str:
+        """Removes the model where an instruction cannot take it along; returns why, empty where it can or is none.
 
-    def move_into(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask, max_staleness: int) -> str:
-        """Moves what the site has made into a round; returns what became of it, empty where there is nothing.
+        Args:
+            header: of the instruction.
+            max_staleness: versions that upstream may have made meanwhile.
+        """
+        loaded = load_content(self.path)
+        if loaded is None:
+            return ""
+        line, staleness = loaded[0], _count_staleness(loaded[0], header)
+        if (line.get("run"), line.get("lineage")) != (header.get("run"), header.get("lineage")):
+            reason = "another run, or another state of the coordinator's store, came after it"
+        elif not 0 <= staleness <= max_staleness:
+            reason = f"upstream is {staleness} versions on, of which {max_staleness} are allowed"
+        else:
+            return ""
+        self._remove(self.path)
+        return f"{_describe(line)} is dropped: {reason}"
 
-        It is moved once: a round that was killed finds it in its own folder.
+    def move_into(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask) -> str:
+        """Moves what the site has made into a round; returns what becomes of it, empty where there is nothing.
+
+        It is in one place at any instant: `restore` moves it back where the round has no answer, `complete` removes
+        it where it has one.
 
         Args:
             record: of the round that takes it along.
             header: of the round's instruction.
             body: its model, encoded.
             task: that is trained.
-            max_staleness: versions that upstream may have made meanwhile.
         """
         loaded = load_content(self.path)
         if loaded is None:
             return ""
         line, found = loaded
-        staleness = int(header["version"]) - int(line["version"])
-        told = ""
-        if (line.get("run"), line.get("lineage")) != (header.get("run"), header.get("lineage")):
-            told = "is dropped: another run, or another state of the coordinator's store, came after it"
-        elif not 0 <= staleness <= max_staleness:
-            told = f"is dropped: upstream is {staleness} versions on, of which {max_staleness} are allowed"
-        elif load_content(record.path / FILE) is None:
-            present, site = _decode(body, task.spec), _decode(found, task.spec)
-            ahead = {name: (site[name] - tensor).astype(tensor.dtype) for name, tensor in present.items()}
-            content = make_codec("dense", task.spec).encode(ahead, derive_rng(0))
-            save_content(record.path / FILE, {"rounds": line["rounds"]}, content)
-            told = f"goes upstream, {staleness} versions late"
-        self._remove()
-        return told and f"what {line['rounds']} rounds of the site made while the uplink was away {told}"
+        present, site = _decode(body, task.spec), _decode(found, task.spec)
+        ahead = {name: (site[name] - tensor).astype(tensor.dtype) for name, tensor in present.items()}
+        self.path.rename(record.path / MODEL_FILE)
+        sync_directory(record.path)
+        sync_directory(self.folder)
+        content = make_codec("dense", task.spec).encode(ahead, derive_rng(0))
+        save_content(record.path / FILE, {"rounds": line["rounds"]}, content)
+        return f"{_describe(line)} goes upstream, {_count_staleness(line, header)} versions late"
+
+    def complete(self, record: RoundRecord) -> None:
+        """Removes the model that an answer has taken along; how far it was ahead stays beside the answer."""
+        self._remove(record.path / MODEL_FILE)
+
+    def restore(self, path: Path) -> None:
+        """Moves the model back out of a round's folder, if it is there: the round has no answer."""
+        if (path / MODEL_FILE).exists():
+            self._remove(path / FILE)
+            (path / MODEL_FILE).rename(self.path)
+            sync_directory(self.folder)
+
+    def recover(self) -> None:
+        """Completes what a gateway that was killed had started."""
+        for model in [*self.folder.glob(f"*/{MODEL_FILE}")]:
+            if (model.parent / REPLY_FILE).exists():
+                self._remove(model)
+            else:
+                self.restore(model.parent)
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        """Removes a file for good: after a power cut it would go upstream again."""
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
+
+
+def _count_staleness(line: Json, header: Json) -> int:
+    return int(header["version"]) - int(line["version"])
+
+
+def _describe(line: Json) -> str:
+    return f"what {line['rounds']} rounds of the site made while the uplink was away"
 
 
 def load_taken_work(record: RoundRecord, spec: ModelSpec) -> Mapping[str, Array]:

@@ -129,6 +129,7 @@ class SiteRounds:
         make_private_directory(folder)
         self._index = RoundIndex.load(folder)
         self._outage, self._outage_work = outage, OutageWork(folder=folder)
+        self._outage_work.recover()
         self._model: SiteModel | None = None
 
     # For the messages of the boards.
@@ -256,8 +257,15 @@ class SiteRounds:
         if (reply := record.load_reply()) is not None:
             log.info("%s is answered again from disk", header.get("assignment"))
             return reply
-        self._take_outage_work(record, header, body, task)
-        reply = self._run_recorded_round(record, header, body, task, on_alive)
+        told = self._take_outage_work(record, header, body, task)
+        try:
+            reply = self._run_recorded_round(record, header, body, task, on_alive)
+        except BaseException:
+            self._outage_work.restore(record.path)
+            raise
+        if told:
+            self._outage_work.complete(record)
+            self._record_outage(told)
         self._model = SiteModel.create(header, body, task, reply[1]) if self._outage.max_rounds else None
         return reply
 
@@ -276,18 +284,24 @@ class SiteRounds:
             return False
         header, body = model.make_instruction()
         record = RoundRecord.open(self._folder, header)
-        _, update = self._run_recorded_round(record, header, body, model.task, on_alive)
-        model.add_round(update)
-        self._outage_work.save(model)
-        self._remove_round(record.path)
+        try:
+            _, update = self._run_recorded_round(record, header, body, model.task, on_alive)
+            model.add_round(update)
+            self._outage_work.save(model)
+        finally:
+            self._remove_round(record.path)
         log.info("the uplink is away; round %d of the site without it is done", model.rounds)
         return True
 
-    def _take_outage_work(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask) -> None:
+    def _take_outage_work(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask) -> str:
         self._model = None
-        if told := self._outage_work.move_into(record, header, body, task, self._outage.max_staleness):
-            log.info("%s", told)
-            self._record_event(OUTAGE_EVENT_KIND, "", told)
+        if told := self._outage_work.drop_late(header, self._outage.max_staleness):
+            self._record_outage(told)
+        return self._outage_work.move_into(record, header, body, task)
+
+    def _record_outage(self, told: str) -> None:
+        log.info("%s", told)
+        self._record_event(OUTAGE_EVENT_KIND, "", told)
 
     def _run_recorded_round(
         self, record: RoundRecord, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive

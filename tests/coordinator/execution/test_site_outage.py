@@ -34,6 +34,10 @@ def next_header(version, **more):
     return make_header(f"{RUN}/v{version}-a9-site", version=version, **more)
 
 
+def list_outages(boards):
+    return [message for kind, _, message in boards.events if kind == "site-outage"]
+
+
 @pytest.fixture
 def boards(tmp_path):
     """A site that has answered, and then has lost its uplink."""
@@ -74,7 +78,8 @@ def test_the_boards_go_on_from_the_model_of_their_site_with_other_seeds(boards):
         np.testing.assert_allclose(model["w"], BASE["w"] + rounds * STEP["w"], rtol=0, atol=1e-5)
 
 
-def test_a_gateway_that_is_killed_takes_the_work_along_once(boards, monkeypatch):
+@pytest.mark.parametrize("point", ["Path.rename", "sync_directory", "save_content", "OutageWork.complete"])
+def test_a_gateway_that_is_killed_takes_the_work_along_once(boards, monkeypatch, point):
     go_on(boards)
     header, killed = next_header(4), RuntimeError("killed")
 
@@ -82,21 +87,40 @@ def test_a_gateway_that_is_killed_takes_the_work_along_once(boards, monkeypatch)
         raise killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("edgefl.coordinator.execution.site_outage.Path.unlink", kill)
+        patch.setattr(f"edgefl.coordinator.execution.site_outage.{point}", kill)
+        patch.setattr(OutageWork, "restore", lambda *_: None)  # nothing runs after a kill
         with pytest.raises(RuntimeError, match="killed"):
-            work(boards, header)  # the round has the work, and so has the site
+            work(boards, header)
     boards.restart()
-    boards.silent.add("pi-2")
-    boards.on_asked = lambda _name: boards.rounds.stop()
-    with pytest.raises(InterruptedRunError):
-        work(boards, header)
-    boards.silent.clear()
-    boards.on_asked = lambda _name: None
-    boards.restart()
+    if point != "OutageWork.complete":
+        boards.silent.add("pi-2")
+        boards.on_asked = lambda _name: boards.rounds.stop()
+        with pytest.raises(InterruptedRunError):
+            work(boards, header)
+        boards.silent.clear()
+        boards.on_asked = lambda _name: None
+        boards.restart()
     answer = work(boards, header)
     check(answer, 1 + 2)  # the first answer is in the site's model, and not in that which came
     assert work(boards, header) == answer
     check(work(boards, make_header(f"{RUN}/v5", version=5)), 1)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_round_without_an_answer_leaves_the_work_to_the_next(boards, monkeypatch, is_killed):
+    go_on(boards)
+    for name in NAMES:
+        boards.say(name, "offline")
+    with monkeypatch.context() as patch:
+        if is_killed:
+            patch.setattr(OutageWork, "restore", lambda *_: None)
+        with pytest.raises(DataError, match="no board of this site is there"):
+            work(boards, next_header(4))
+    assert not list_outages(boards)
+    boards.restart()
+    check(work(boards, make_header(f"{RUN}/v5", version=5)), 1 + 2)
+    assert [message.partition("away ")[2] for message in list_outages(boards)] == ["goes upstream, 2 versions late"]
+    check(work(boards, next_header(4)), 1)
 
 
 def test_a_site_goes_on_for_so_many_rounds_and_keeps_no_more_of_them(boards):
@@ -151,6 +175,21 @@ def test_a_round_that_fails_leaves_what_was_made_before(boards):
     boards.say("pi-2", "online")
     assert go_on(boards)
     check(work(boards, next_header(4), 1), 1 + 2)
+
+
+def test_boards_that_all_failed_are_asked_again_under_another_name(boards):
+    moves = boards.moves
+    boards.moves = {name: {**move, "w": move["w"] * np.nan} for name, move in moves.items()}
+    with pytest.raises(DataError, match="no board of this site has sent an update"):
+        go_on(boards)
+    boards.moves = moves
+    folders = [path for path in boards.rounds._folder.iterdir() if path.is_dir()]
+    assert len(folders) == 1  # that of the answer
+    assert go_on(boards)
+    assert go_on(boards)
+    names = [header["assignment"] for _, _, header, _ in boards.asked]
+    assert len(set(names)) == len(names) == 8
+    check(work(boards, next_header(4)), 1 + 3)
 
 
 def test_damaged_work_is_dropped_and_the_round_goes_on(boards):
