@@ -29,7 +29,7 @@ from edgefl.coordinator.execution.site_outage import OutageLimits
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.config import parse_run
 from edgefl.core.metrics import NO_METRICS
-from edgefl.core.sites import SiteTask
+from edgefl.core.sites import SiteLimits, SiteTask
 from edgefl.core.types import Array, Dataset, Json, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.engine.assembly.build import build_run
@@ -121,6 +121,7 @@ def measure(folder: Path, way: str, seed: int, arguments: argparse.Namespace) ->
             **run.header, "assignment": f"run-{seed}/v{version}-site", "version": version, "codec": "dense",
             "plan": run.strategy.plan.to_json(), "used_assignments": used[-2:], "lineage": "line-1",
             "model_sha256": f"{version}", "partial_sums": True,
+            "site_limits": SiteLimits(has_plain_step=True).to_json(),
         }  # fmt: skip
         answers = [trainer.train(dict(header, assignment=f"{name}-{version}"), body)
                    for name, trainer in boards[0].items()]  # fmt: skip

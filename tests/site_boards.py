@@ -49,7 +49,8 @@ def make_header(assignment=f"{RUN}/v3-a1-site", **more):
     return {
         "v": 2, "run": RUN, "task": "digits", "options": {}, "seed": 1, "test_fraction": 0.0, "version": 3,
         "assignment": assignment, "plan": plan, "codec": "dense", "used_assignments": [], "lineage": "line-1",
-        "model_sha256": "ab", "newest_record": 9, "partial_sums": True, **more,
+        "model_sha256": "ab", "newest_record": 9, "partial_sums": True,
+        "site_limits": {"has_plain_step": True}, **more,
     }  # fmt: skip
 
 

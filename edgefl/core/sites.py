@@ -30,11 +30,13 @@ class SiteTask:
         spec: its tensors that travel.
         metrics: of its task, whose sums come with each evaluation.
         needs_torch: boards without torch take no part.
+        has_local_tensors: the boards keep others, which do not travel.
     """
 
     spec: ModelSpec
     metrics: MetricSet
     needs_torch: bool = False
+    has_local_tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,12 @@ class SiteLimits:
     Attributes:
         max_weight_ratio: of a board's examples to the median of the site's boards; 0 for no limit.
         deadline_s: in which an answer has to be there; None for none.
+        has_plain_step: the coordinator adds the mean displacement to its model as it is.
     """
 
     max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
     deadline_s: float | None = None
+    has_plain_step: bool = False
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -60,6 +64,7 @@ class SiteLimits:
         return cls(
             max_weight_ratio=DEFAULT_WEIGHT_RATIO if ratio is None or ratio < 0 else ratio,
             deadline_s=None if deadline_s is None or not 0 < deadline_s < MAX_SECONDS else deadline_s,
+            has_plain_step=row.get("has_plain_step") is True,
         )
 
 

@@ -80,9 +80,8 @@ def command() -> None:
 @click.option(
     "--max-staleness",
     type=click.IntRange(0, MAX_OUTAGE_ROUNDS),
-    default=50,
-    show_default=True,
-    help="Versions of the model that may have come meanwhile; later what they make is dropped.",
+    help="Versions of the model that may have come meanwhile; later what they make is dropped "
+    "[default: four times --outage-rounds, at least 50].",
 )
 @signers_option
 @click.option(
@@ -104,7 +103,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     broker: str,
     broker_port: int,
     outage_rounds: int,
-    max_staleness: int,
+    max_staleness: int | None,
     signers: Path,
     confine: str | None,
 ) -> None:
@@ -132,6 +131,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     with state.lock():
         if confine is not None:
             state.update(confine=confine)
+        max_staleness = max(50, 4 * outage_rounds) if max_staleness is None else max_staleness
         outage = OutageLimits(max_rounds=outage_rounds, max_staleness=max_staleness)
         run_gateway(coordinator, directory, state, load_update_config(signers), outage)
 

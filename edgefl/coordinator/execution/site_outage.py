@@ -19,7 +19,8 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.error_feedback import is_stateful_training
 from edgefl.compression.stages import to_dense
 from edgefl.coordinator.execution.site_records import REPLY_FILE, RoundRecord, load_content, save_content
-from edgefl.core.sites import SiteTask
+from edgefl.core.errors import CodecError
+from edgefl.core.sites import SITE_LIMITS_KEY, SiteLimits, SiteTask
 from edgefl.core.types import Array, Json, ModelSpec, TrainConfig, derive_rng
 from edgefl.system.atomic_files import sync_directory
 
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 FILE, MODEL_FILE = "outage", "outage-model"
 """In the site's folder its own model; in a round's, how far that is ahead, and that model until it is answered."""
+
+MAX_COUNT = 2**53
+"""Bound of versions and rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,10 @@ class SiteModel:
 
     @classmethod
     def create(cls, header: Json, body: bytes, task: SiteTask, update: bytes) -> SiteModel | None:
-        """Returns the model after an answer; None where boards keep state from round to round, which must be used.
+        """Returns the model after an answer; None where no round without upstream may follow.
+
+        Boards that keep state from round to round must have each update used. A server's optimiser would take the
+        answer of a whole outage for one gradient.
 
         Args:
             header: of the instruction.
@@ -71,7 +78,8 @@ class SiteModel:
             update: the answer, encoded.
         """
         plan = TrainConfig.from_json(header.get("plan", {}))
-        if is_stateful_training(plan, str(header.get("codec", "dense")), task.spec):
+        has_state = task.has_local_tensors or is_stateful_training(plan, str(header.get("codec", "dense")), task.spec)
+        if has_state or not SiteLimits.parse(header.get(SITE_LIMITS_KEY)).has_plain_step:
             return None
         tensors = _decode(body, task.spec)
         _add(tensors, _decode(update, task.spec))
@@ -134,7 +142,7 @@ class OutageWork:
             header: of the instruction.
             max_staleness: versions that upstream may have made meanwhile.
         """
-        loaded = load_content(self.path)
+        loaded = self._load()
         if loaded is None:
             return ""
         line, staleness = loaded[0], _count_staleness(loaded[0], header)
@@ -159,11 +167,17 @@ class OutageWork:
             body: its model, encoded.
             task: that is trained.
         """
-        loaded = load_content(self.path)
+        loaded = self._load()
         if loaded is None:
             return ""
         line, found = loaded
-        present, site = _decode(body, task.spec), _decode(found, task.spec)
+        present = _decode(body, task.spec)
+        try:
+            site = _decode(found, task.spec)
+        except CodecError as error:
+            log.warning("%s is dropped: %s", self.path, error)
+            self._remove(self.path)
+            return ""
         ahead = {name: (site[name] - tensor).astype(tensor.dtype) for name, tensor in present.items()}
         self.path.rename(record.path / MODEL_FILE)
         sync_directory(record.path)
@@ -191,6 +205,18 @@ class OutageWork:
             else:
                 self.restore(model.parent)
 
+    def _load(self) -> tuple[Json, bytes] | None:
+        """Returns line and model on disk; what makes no sense is removed."""
+        loaded = load_content(self.path)
+        if loaded is not None:
+            counts = [loaded[0].get(name) for name in ("version", "rounds")]
+            if all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
+                return loaded
+            log.warning("%s is dropped: it has no version and number of rounds", self.path)
+        if self.path.exists():
+            self._remove(self.path)
+        return None
+
     @staticmethod
     def _remove(path: Path) -> None:
         """Removes a file for good: after a power cut it would go upstream again."""
@@ -209,7 +235,11 @@ def _describe(line: Json) -> str:
 def load_taken_work(record: RoundRecord, spec: ModelSpec) -> Mapping[str, Array]:
     """Returns how far the site's own model is ahead of the round's; empty where it is not taken along."""
     loaded = load_content(record.path / FILE)
-    return {} if loaded is None else _decode(loaded[1], spec)
+    try:
+        return {} if loaded is None else _decode(loaded[1], spec)
+    except CodecError as error:
+        log.warning("%s is left out: %s", record.path / FILE, error)
+        return {}
 
 
 def _decode(body: bytes, spec: ModelSpec) -> dict[str, Array]:

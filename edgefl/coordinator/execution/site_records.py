@@ -125,7 +125,12 @@ class RoundIndex:
         self.runs = dict([*self.runs.items()][-MAX_KEPT_RUNS:])
         content = {"v": 1, "rounds": self.rounds, "runs": self.runs}
         write_atomic(self.folder / INDEX_FILE, json.dumps(content).encode())
-        return {board: list(names) for board, names in row["boards"].items()}
+        return self.get_used(run_id)
+
+    def get_used(self, run_id: str) -> dict[str, list[str]]:
+        """Returns by board its newest assignments whose updates upstream has used."""
+        boards = self.runs.get(run_id, {}).get("boards", {})
+        return {board: list(names) for board, names in boards.items()}
 
     def _add_used(self, row: dict[str, Any], path: Path) -> None:
         loaded = None if path.name in row["seen"] else load_content(path / REPLY_FILE)

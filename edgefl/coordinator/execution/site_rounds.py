@@ -259,7 +259,8 @@ class SiteRounds:
             return reply
         told = self._take_outage_work(record, header, body, task)
         try:
-            reply = self._run_recorded_round(record, header, body, task, on_alive)
+            used = self._index.add_round(record, header)
+            reply = self._run_recorded_round(record, header, body, task, on_alive, used)
         except BaseException:
             self._outage_work.restore(record.path)
             raise
@@ -285,7 +286,8 @@ class SiteRounds:
         header, body = model.make_instruction()
         record = RoundRecord.open(self._folder, header)
         try:
-            _, update = self._run_recorded_round(record, header, body, model.task, on_alive)
+            used = self._index.get_used(str(header["run"]))
+            _, update = self._run_recorded_round(record, header, body, model.task, on_alive, used)
             model.add_round(update)
             self._outage_work.save(model)
         finally:
@@ -304,9 +306,14 @@ class SiteRounds:
         self._record_event(OUTAGE_EVENT_KIND, "", told)
 
     def _run_recorded_round(
-        self, record: RoundRecord, header: Json, body: bytes, task: SiteTask, on_alive: OnAlive
+        self,
+        record: RoundRecord,
+        header: Json,
+        body: bytes,
+        task: SiteTask,
+        on_alive: OnAlive,
+        used: Mapping[str, Sequence[str]],
     ) -> tuple[Json, bytes]:
-        used = self._index.add_round(record, header)
         try:
             return self._run_round(record, header, body, task, on_alive, used)
         except JournalError as error:

@@ -242,4 +242,9 @@ class SiteTrainer(ConfiningTrainer):
 
 def _describe_task(task: CachedTask) -> SiteTask:
     shared = tuple(spec for spec in task.model_spec if spec.shared)
-    return SiteTask(spec=shared, metrics=task.metrics, needs_torch=is_torch_task(task.task))
+    return SiteTask(
+        spec=shared,
+        metrics=task.metrics,
+        needs_torch=is_torch_task(task.task),
+        has_local_tensors=len(shared) < len(task.model_spec),
+    )

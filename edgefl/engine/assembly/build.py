@@ -201,7 +201,11 @@ def _make_site_header(config: RunConfig) -> Json:
     """Returns what instructions say to site gateways."""
     if not permits_partial_sums(config):
         return {}
-    limits = SiteLimits(max_weight_ratio=config.guard.max_weight_ratio, deadline_s=config.run.deadline_s)
+    limits = SiteLimits(
+        max_weight_ratio=config.guard.max_weight_ratio,
+        deadline_s=config.run.deadline_s,
+        has_plain_step=config.server.optimizer == "none" and config.server.learning_rate == 1.0,
+    )
     return {PARTIAL_SUMS_KEY: True, SITE_LIMITS_KEY: limits.to_json()}
 
 

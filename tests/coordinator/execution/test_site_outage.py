@@ -1,5 +1,7 @@
 """An uplink that is away: the site goes on, and what it makes goes upstream once, later."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from site_boards import RUN, SPEC, TASK, SomeBoards, make_header, mean_of
@@ -7,7 +9,7 @@ from site_boards import RUN, SPEC, TASK, SomeBoards, make_header, mean_of
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.site_outage import OutageLimits, OutageWork
-from edgefl.coordinator.execution.site_records import RoundRecord
+from edgefl.coordinator.execution.site_records import RoundRecord, load_content, save_content
 from edgefl.core.errors import DataError
 from edgefl.core.types import TrainConfig, derive_rng
 
@@ -111,6 +113,7 @@ def test_a_round_without_an_answer_leaves_the_work_to_the_next(boards, monkeypat
     go_on(boards)
     for name in NAMES:
         boards.say(name, "offline")
+    boards.jumped_s += 60.0  # it waits for boards after a start
     with monkeypatch.context() as patch:
         if is_killed:
             patch.setattr(OutageWork, "restore", lambda *_: None)
@@ -146,7 +149,7 @@ def test_work_that_is_too_late_or_of_something_else_is_dropped_and_that_is_said(
     assert not OutageWork(folder=boards.rounds._folder).path.exists()
 
 
-def test_a_site_does_not_go_on_where_that_is_off_or_boards_keep_state_or_the_run_is_over(tmp_path):
+def test_a_site_does_not_go_on_where_that_is_off_or_would_do_harm_or_the_run_is_over(tmp_path):
     off = SomeBoards(tmp_path / "off", *NAMES)
     work(off, make_header())
     assert not go_on(off)
@@ -156,7 +159,12 @@ def test_a_site_does_not_go_on_where_that_is_off_or_boards_keep_state_or_the_run
     assert not go_on(on)
     work(on, make_header(f"{RUN}/v4", plan=TrainConfig(iterations=4, keeps_state=True).to_json()))
     assert not go_on(on)
-    work(on, make_header(f"{RUN}/v5"))
+    work(on, make_header(f"{RUN}/v5", site_limits={"has_plain_step": False}))
+    assert not go_on(on)
+    has_local = replace(TASK, has_local_tensors=True)
+    on.rounds.run_round(make_header(f"{RUN}/v6"), encode(0), has_local, lambda: None)
+    assert not go_on(on)
+    work(on, make_header(f"{RUN}/v7"))
     assert go_on(on)
     on.rounds.complete_run("another")
     assert go_on(on)
@@ -169,6 +177,7 @@ def test_a_round_that_fails_leaves_what_was_made_before(boards):
     go_on(boards)
     boards.say("pi-1", "offline")
     boards.say("pi-2", "offline")
+    boards.jumped_s += 60.0
     with pytest.raises(DataError, match="no board of this site is there"):
         go_on(boards)
     boards.say("pi-1", "online")
@@ -190,6 +199,34 @@ def test_boards_that_all_failed_are_asked_again_under_another_name(boards):
     names = [header["assignment"] for _, _, header, _ in boards.asked]
     assert len(set(names)) == len(names) == 8
     check(work(boards, next_header(4)), 1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        ({"version": None}, None),
+        ({"version": "3"}, None),
+        ({"rounds": [2]}, None),
+        ({"rounds": 10**400}, None),
+        ({}, b"no model"),
+    ],
+)
+def test_work_on_disk_that_makes_no_sense_is_dropped(boards, line, body):
+    go_on(boards)
+    path = OutageWork(folder=boards.rounds._folder).path
+    content, model = load_content(path)
+    save_content(path, {**content, **line}, model if body is None else body)
+    check(work(boards, next_header(4)), 1)
+    assert not path.exists()
+    check(work(boards, make_header(f"{RUN}/v5", version=5)), 1)
+
+
+def test_rounds_of_the_site_do_not_crowd_out_the_order_of_those_with_upstream(boards):
+    order = [*boards.rounds._index.rounds]
+    go_on(boards)
+    go_on(boards)
+    assert boards.rounds._index.rounds == order
+    assert len(order) == 1
 
 
 def test_damaged_work_is_dropped_and_the_round_goes_on(boards):

@@ -115,4 +115,7 @@ def test_a_site_is_told_the_limits_of_the_run() -> None:
     tables = {"guard": {"max_weight_ratio": 3.0}, "strategy": {"name": "fedavg"}}
     run = {"task": "digits", "rounds": 1, "deadline_s": 90.0}
     header = build_run(parse_run({"run": run, **tables}), "r").header
-    assert header["site_limits"] == {"max_weight_ratio": 3.0, "deadline_s": 90.0}
+    assert header["site_limits"] == {"max_weight_ratio": 3.0, "deadline_s": 90.0, "has_plain_step": True}
+    for server in ({"optimizer": "momentum"}, {"learning_rate": 0.5}):
+        header = build_run(parse_run({"run": run, **tables, "server": server}), "r").header
+        assert header["site_limits"]["has_plain_step"] is False
