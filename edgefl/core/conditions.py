@@ -97,6 +97,11 @@ class Switch(BrokerSection):
         """
         if bool(self.file) == bool(self.host and self.topic) or (self.file and (self.host or self.topic)):
             raise ConfigError("conditions.switch must have host and topic, or a file")
+        of_broker = {"port": self.port, "login_file": self.login_file, "tls": self.tls, "ca_file": self.ca_file}
+        usual = {item.name: item.default for item in fields(BrokerSection)}
+        found = [name for name, value in of_broker.items() if value != usual[name]]
+        if self.file and found:
+            raise ConfigError(f"conditions.switch.file has no broker, so leave out {', '.join(found)}")
         if self.file and not PurePath(self.file).is_absolute():
             raise ConfigError(f"conditions.switch.file must be an absolute path, got {self.file!r:.80}")
 

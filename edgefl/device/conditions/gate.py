@@ -53,6 +53,8 @@ HOLD_S = 30.0
 """How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
 SWITCH_WAIT_S = 2.0
 """How long a command waits for the state of the board's switch; the agent goes on."""
+SWITCH_RETRY_S = 10.0
+"""Interval in which a switch is tried again whose login or authority cannot be read."""
 _FLICKERING = frozenset({"power", "heat", "load", "network"})
 
 
@@ -105,6 +107,7 @@ class ConditionGate:
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
         self._step_use: dict[str, float] = {}
         self._written_bytes: float | None = None
+        self._retry_switch_s: float | None = None
         self._blocker: Blocker | None = None
         self._is_working = False
         self._work: tuple[float, float, float | None] | None = None
@@ -375,19 +378,27 @@ class ConditionGate:
         """Reads the files that have changed; a damaged one lets nothing be trained."""
         if self._has_changed(PAUSE_FILE):
             self._pause = _read_pause(self._paths[PAUSE_FILE])
-        if not self._has_changed(CONDITIONS_FILE):
+        if not self._has_changed(CONDITIONS_FILE) and not self._is_switch_due():
             return
-        self._file_fault, self._held = "", {}
+        former = self._file_fault
+        self._file_fault, self._held, self._retry_switch_s = "", {}, None
         try:
             self._conditions = load_conditions(self._folder)
+            self._retry_switch_s = self._clocks.boot_time() + SWITCH_RETRY_S
             self._set_switch(self._conditions)
+            self._retry_switch_s = None
         except ConfigError as error:
             self._file_fault = f"{CONDITIONS_FILE}: {error}"
-            log.warning("%s; it trains nothing until that is mended", self._file_fault)
+            if self._file_fault != former:
+                log.warning("%s; it trains nothing until that is mended", self._file_fault)
         if self._work is None:
             self._begin_measuring()
         if self._written_bytes is None:
             self._measure_written()
+
+    def _is_switch_due(self) -> bool:
+        """Whether a switch that could not be read is tried again: its login or authority may be mended meanwhile."""
+        return self._retry_switch_s is not None and self._clocks.boot_time() >= self._retry_switch_s
 
     def _set_switch(self, conditions: Conditions) -> None:
         self._facts.set_switch(conditions.switch, wait_s=0.0 if self._is_agent else SWITCH_WAIT_S)

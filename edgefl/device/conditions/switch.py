@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from edgefl.core.conditions import Switch
 from edgefl.core.errors import ConfigError
 from edgefl.device.collect.mqtt_source import MqttSource
-from edgefl.device.collect.readings import parse_value
+from edgefl.device.collect.readings import Reading, parse_message_values, parse_value
 from edgefl.device.collect.settings import MqttSection
 from edgefl.device.hardware.board_reader import read_text
+
+if TYPE_CHECKING:
+    import paho.mqtt.client as mqtt
 
 COLUMN = "state"
 EARLY_S = 5.0
@@ -58,13 +62,28 @@ class SwitchReader:
             self._source.close()
 
 
+class _SwitchSource(MqttSource):
+    """Source whose messages that cannot be read count as an unknown state: what was said before does not hold on."""
+
+    def _on_message(self, client: Any, data: Any, message: mqtt.MQTTMessage) -> None:
+        num_dropped = self._counts.total()
+        super()._on_message(client, data, message)
+        if self._counts.total() > num_dropped:
+            self._unread.add(Reading(values={COLUMN: None}, time_s=self._clock()))
+
+    def _add(self, topic: str, payload: bytes) -> None:
+        values, _ = parse_message_values(self._paths.get(topic, ()), payload, self._texts)
+        self._unread.add(Reading(values={COLUMN: None, **values}, time_s=self._clock()))
+
+
 def _make_source(switch: Switch) -> MqttSource:
     section = MqttSection(
         host=switch.host, port=switch.port, login_file=switch.login_file, tls=switch.tls, ca_file=switch.ca_file,
         columns={COLUMN: switch.topic}, retained=True, max_message_bytes=MAX_MESSAGE_BYTES,
     )  # fmt: skip
     try:
-        return MqttSource("switch", section, (), Counter())
+        # Nobody sees the times: only their order counts, which a clock that is set would change.
+        return _SwitchSource("switch", section, (), Counter(), clock=time.monotonic)
     except ConfigError as error:
         message = str(error).replace(f"sources.switch.columns.{COLUMN}", "conditions.switch.topic")
         raise ConfigError(message.replace("sources.switch", "conditions.switch")) from None
