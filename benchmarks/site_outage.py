@@ -5,8 +5,8 @@
 Two sites with two boards each train the digits with `fedavg`; a round upstream takes five seconds, so that ten
 minutes are 120 rounds. The second site is a gateway's real code (`SiteRounds`) over boards of this process; its
 uplink goes after round 10. Three ways are compared on the same seeds: the uplink stays; the site waits; the site
-goes on with rounds of its own. Accuracy is that of the model upstream on the test pictures, at rounds after the
-uplink is back. `apart`: each site has five of the classes. `mixed`: all boards have all.
+goes on with rounds of its own, after the 30 s that a gateway waits. Accuracy is that of
+the model upstream on the test pictures, at rounds after the uplink is back. `apart`: each site has five of the classes. `mixed`: all boards have all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.metrics import NO_METRICS
 from edgefl.core.sites import SiteLimits, SiteTask
 from edgefl.core.types import Array, Dataset, Json, derive_rng
+from edgefl.device.training.site_trainer import OUTAGE_AFTER_S
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.engine.assembly.build import build_run
 from edgefl.tasks.datasets.central import load_central_data
@@ -44,6 +45,7 @@ from site_boards import SomeBoards  # a site's registry and messages without a n
 
 SITES = (("pi-1", "pi-2"), ("pi-3", "pi-4"))
 ROUND_S, BEFORE = 5.0, 10
+WAIT_ROUNDS = round(OUTAGE_AFTER_S / ROUND_S)
 AFTER = (0, 1, 3, 10, 30)
 WAYS = ("uplink stays", "site waits", "site goes on")
 STRATEGY = {"iterations": 5, "learning_rate": 0.5, "batch_size": 16}
@@ -79,7 +81,7 @@ def main() -> int:
     parser.add_argument("--cut-rounds", type=int, default=120, help="rounds upstream while the uplink is away")
     parser.add_argument("--skew", choices=["apart", "mixed"], default="apart")
     parser.add_argument("--json", action="store_true")
-    arguments = options.parse(parser, seeds=[7], cut_rounds=4)
+    arguments = options.parse(parser, seeds=[7], cut_rounds=WAIT_ROUNDS + 2)
     rows = []
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory(prefix="edgefl-outage-") as folder:
@@ -126,7 +128,7 @@ def measure(folder: Path, way: str, seed: int, arguments: argparse.Namespace) ->
         answers = [trainer.train(dict(header, assignment=f"{name}-{version}"), body)
                    for name, trainer in boards[0].items()]  # fmt: skip
         if is_cut:
-            if way == WAYS[2]:
+            if way == WAYS[2] and version >= BEFORE + WAIT_ROUNDS:
                 site.rounds.run_offline_round(lambda: None)
         else:
             answers.append(site.rounds.run_round(header, body, task, lambda: None))

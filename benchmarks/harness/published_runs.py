@@ -55,6 +55,8 @@ def run_of(
         edgefl.simulate(tables, root=folder, allow_modules=[MODULE], bookkeeping_only=not is_trained)
     with Store.open(Path(folder) / DATABASE_NAME, read_only=True) as store:
         rounds, updates = read_history(store, "rounds"), read_history(store, "updates")
+    if not rounds:
+        return Curve(num_rounds=0, seconds=0.0, points=(), updates=tuple(updates))
     began_s = min(row["started_at"] for row in rounds)
     counted = itertools.accumulate(row["num_updates"] for row in rounds)
     within = [

@@ -217,9 +217,10 @@ class Agent:
         """Works on without the coordinator, as far as the trainer does that and this board may; returns whether."""
         now_s = time.monotonic()
         self._away_since_s = now_s if self._away_since_s is None else self._away_since_s
-        if self._gate.check() is None:
+        away_s = now_s - self._away_since_s
+        if self._trainer.can_work_offline(away_s) and self._gate.check() is None:
             with self.liveness.track_work(), contextlib.suppress(TrainingAbortedError):
-                return self._trainer.work_offline(now_s - self._away_since_s)
+                return self._trainer.work_offline()
         return False
 
     def _may_resume_node(self) -> bool:

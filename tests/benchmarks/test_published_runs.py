@@ -1,9 +1,13 @@
 """Runs of other frameworks' settings: what of a run counts, and which aims are missed."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from edgefl.core.errors import RunFailedError
+from edgefl.storage.store import Store
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -41,6 +45,40 @@ def test_nothing_counts_that_was_still_out_when_the_budget_was_used_up(harness, 
     assert curve.seconds == pytest.approx(used[7] - began, abs=0.5)
     assert curve.seconds < used[-1] - began
     assert curve.points == ()
+
+
+def test_a_run_that_fails_before_its_first_round_is_an_empty_curve(harness, tmp_path, monkeypatch):
+    runs = harness("published_runs")
+
+    def fail(_config, *, root, **_):
+        with Store.open(Path(root) / runs.DATABASE_NAME):
+            raise RunFailedError("no device has joined")
+
+    monkeypatch.setattr(runs.edgefl, "simulate", fail)
+    curve = runs.run_of({}, str(tmp_path))
+    assert curve == runs.Curve(num_rounds=0, seconds=0.0, points=(), updates=())
+
+
+def test_fedbuff_is_evaluated_by_its_own_rounds_of_ten_updates(harness, program, tmp_path):
+    flare = program("flare_edge")
+    choose = flare["choose_interval"]
+    assert [choose("fedbuff", number) for number in (1, 2, 5, 10)] == [16, 8, 2, 1]
+    assert [choose(flare["AS_THEIRS"], number) for number in (1, 10)] == [160, 16]
+    assert [choose(flare["SYNCHRONOUS"], number) for number in (1, 5)] == [10, 2]
+    config = {
+        "run": {"task": "digits", "updates": 160, "updates_per_round": 16, "evaluate_on": "none"},
+        "simulation": {"devices": 16, "iteration_s": 1.0},
+    }
+    for name in ("fedasync", "fedbuff"):
+        tables = {**config, "strategy": {**flare["STRATEGIES"][name]["strategy"], "iterations": 1}}
+        curve = harness("published_runs").run_of(tables, str(tmp_path / name), num_updates=160, is_trained=False)
+        assert curve.num_rounds == 160 // flare["UPDATES_PER_ROUND"][name]
+
+
+def test_a_table_of_times_alone_says_nothing_of_accuracies(outcome):
+    flare, make = outcome
+    rows = [replace(make(name, 7, 78.0), accuracy=None) for name in flare["THEIRS"]]
+    assert "none of" not in flare["as_text"]({}, rows)
 
 
 def test_an_accuracy_is_reached_at_its_first_evaluation(harness):

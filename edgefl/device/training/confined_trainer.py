@@ -192,8 +192,12 @@ class ConfiningTrainer(DeviceTrainer):
         if is_idle and self._transport is None:
             self._stop_process()
 
-    def work_offline(self, away_s: float) -> bool:  # noqa: ARG002 only a site gateway does
-        """Works on without the coordinator, which is away for `away_s` seconds; returns whether it did."""
+    def can_work_offline(self, away_s: float) -> bool:  # noqa: ARG002 only a site gateway does
+        """Returns whether there is work without the coordinator, which is away for `away_s` seconds."""
+        return False
+
+    def work_offline(self) -> bool:
+        """Works on without the coordinator; returns whether it did."""
         return False
 
     def resume(self) -> None:

@@ -111,9 +111,10 @@ class SiteTrainer(ConfiningTrainer):
         except ExtensionRefusedError:
             return make_refusal(header, NOT_BUILT_IN), b""
 
-    def work_offline(self, away_s: float) -> bool:
-        if away_s < OUTAGE_AFTER_S:
-            return False
+    def can_work_offline(self, away_s: float) -> bool:
+        return away_s >= OUTAGE_AFTER_S
+
+    def work_offline(self) -> bool:
         try:
             with self._training_lock:
                 return self._site.run_offline_round(self._on_alive)

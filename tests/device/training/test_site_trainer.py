@@ -159,15 +159,16 @@ def test_a_gateway_that_stops_sends_no_answer(site, trainer):
 
 
 def test_a_site_goes_on_without_its_coordinator_once_that_is_away_for_long(site, trainer):
-    assert not trainer.work_offline(29.0)
+    assert not trainer.can_work_offline(29.0)
+    assert trainer.can_work_offline(30.0)
     assert not site.asked
-    assert trainer.work_offline(30.0)
+    assert trainer.work_offline()
     assert site.asked == ["offline round"]
     site.error = DataError("no board of this site is there")
-    assert not trainer.work_offline(60.0)
+    assert not trainer.work_offline()
     trainer.abort()
     with pytest.raises(TrainingAbortedError):
-        trainer.work_offline(90.0)
+        trainer.work_offline()
 
 
 def test_upstream_hears_of_the_boards_together(site, trainer):
