@@ -6,7 +6,8 @@ Two sites with two boards each train the digits with `fedavg`; a round upstream 
 minutes are 120 rounds. The second site is a gateway's real code (`SiteRounds`) over boards of this process; its
 uplink goes after round 10. Three ways are compared on the same seeds: the uplink stays; the site waits; the site
 goes on with rounds of its own, after the 30 s that a gateway waits. Accuracy is that of
-the model upstream on the test pictures, at rounds after the uplink is back. `apart`: each site has five of the classes. `mixed`: all boards have all.
+the model upstream on the test pictures, at rounds after the uplink is back. `apart`: each site has
+five of the classes. `mixed`: all boards have all.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def test_an_answer_that_takes_minutes_is_no_dead_loop_for_the_watchdog(state):
 
 def test_a_board_without_work_of_its_own_checks_nothing_at_a_failed_connect():
     asked = []
-    trainer = SimpleNamespace(can_work_offline=lambda away_s: asked.append(away_s))
+    trainer = SimpleNamespace(can_work_offline=asked.append)
     agent = SimpleNamespace(_away_since_s=None, _trainer=trainer)  # neither gate nor liveness
     assert not Agent._work_offline(agent)
     assert len(asked) == 1

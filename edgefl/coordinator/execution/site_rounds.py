@@ -257,16 +257,16 @@ class SiteRounds:
         if (reply := record.load_reply()) is not None:
             log.info("%s is answered again from disk", header.get("assignment"))
             return reply
-        told = self._take_outage_work(record, header, body, task)
+        message = self._take_outage_work(record, header, body, task)
         try:
             used = self._index.add_round(record, header)
             reply = self._run_recorded_round(record, header, body, task, on_alive, used)
         except BaseException:
             self._outage_work.restore(record.path)
             raise
-        if told:
+        if message:
             self._outage_work.complete(record)
-            self._record_outage(told)
+            self._record_outage(message)
         self._model = SiteModel.create(header, body, task, reply[1]) if self._outage.max_rounds else None
         return reply
 
@@ -297,13 +297,13 @@ class SiteRounds:
 
     def _take_outage_work(self, record: RoundRecord, header: Json, body: bytes, task: SiteTask) -> str:
         self._model = None
-        if told := self._outage_work.drop_late(header, self._outage.max_staleness):
-            self._record_outage(told)
+        if message := self._outage_work.drop_late(header, self._outage.max_staleness):
+            self._record_outage(message)
         return self._outage_work.move_into(record, header, body, task)
 
-    def _record_outage(self, told: str) -> None:
-        log.info("%s", told)
-        self._record_event(OUTAGE_EVENT_KIND, "", told)
+    def _record_outage(self, message: str) -> None:
+        log.info("%s", message)
+        self._record_event(OUTAGE_EVENT_KIND, "", message)
 
     def _run_recorded_round(
         self,
