@@ -13,6 +13,7 @@ import pytest
 from edgefl.core.errors import JournalError, LeaseLostError, StoreError, UsageError
 from edgefl.core.types import Decision, FinishEarlyInstruction
 from edgefl.storage.database import Database
+from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
 from edgefl.storage.lease import Lease
 from edgefl.storage.mirror import DirectoryMirror
@@ -185,6 +186,23 @@ def test_a_journal_cut_at_its_end_is_replaced(hosts: tuple[Host, Host]) -> None:
     second.take_over()
     assert second.list_records() == [1, 2]
     assert (second.root / RUN / "journal" / "000001.wal").read_bytes() == path.read_bytes()
+
+
+def test_a_journal_whose_older_files_are_pruned_goes_on_with_its_numbers(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    first.take_over()
+    with first.open_journal() as journal:
+        for number in (1, 2, 3):
+            first.record(journal, number)
+        journal.record_checkpoint(CheckpointMark(sha256="0" * 64, last_record=3))
+        journal.prune(journal.last_record)
+    assert [path.name for path in (first.root / RUN / "journal").iterdir()] == ["000002.wal"]
+    assert first.store is not None
+    first.store.record_event("ended", "", at=1.0)
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    with second.open_journal() as journal:
+        assert journal.last_record == 4
 
 
 def test_a_model_that_no_row_has_any_more_leaves_the_shared_folder(hosts: tuple[Host, Host], tmp_path: Path) -> None:

@@ -153,14 +153,18 @@ class WalJournal:
         except OSError as error:
             self._failure = f"journal {self._path} could not be made durable ({error.strerror}); start the run again"
             raise (StoreFullError if error.errno in DISK_FULL_ERRNOS else JournalError)(self._failure) from error
-        if self._mirror is not None:
-            try:
-                self._mirror.append_journal(self._path, self._handle, self._end_offset)
-            except EdgeflError as error:  # whether it is there is not known: the run goes on from what is
-                self._failure = f"journal {self._path} could not be mirrored ({error})"
-                raise
+        self._mirror_file()
         self._synced_bytes, self._has_unsynced_records = self._end_offset, False
         self.synced_record = self.last_record
+
+    def _mirror_file(self) -> None:
+        if self._mirror is None:
+            return
+        try:
+            self._mirror.append_journal(self._path, self._handle, self._end_offset)
+        except EdgeflError as error:  # whether it is there is not known: the run goes on from what is
+            self._failure = f"journal {self._path} could not be mirrored ({error})"
+            raise
 
     def read_entries(self, *, after: int = 0) -> Iterator[tuple[int, JournalEntry]]:
         """Yields number and entry of the records behind record `after`."""
@@ -259,6 +263,7 @@ class WalJournal:
         if scan.end_offset:
             with translate_disk_full(f"journal {files[-1]}"):
                 self._open_file(files[-1], end=scan.end_offset, next_record=scan.next_record)
+            self._mirror_file()
             return
         # A crash while the file was created: it continues where the one before ends.
         if len(files) == 1 and parse_file_number(files[-1]) > 1:
@@ -274,6 +279,8 @@ class WalJournal:
         with translate_disk_full(f"journal {path}"):
             create_journal_file(self._directory, number=number, first_record=first_record)
             self._open_file(path, end=HEADER_BYTES, next_record=first_record)
+        # Before the files before it are pruned: without records it still has the number of the next one.
+        self._mirror_file()
 
     def _open_file(self, path: Path, *, end: int, next_record: int) -> None:
         """Opens a file for appending at byte `end`: truncates what lies behind and syncs what lies before."""
