@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from sqlalchemy import BigInteger, Column, Connection, LargeBinary, Table, Text, delete, select
 from sqlalchemy.dialects.postgresql import insert
 
-from edgefl.core.errors import EdgeflError, NotFoundError, StoreError
+from edgefl.core.errors import EdgeflError, NotFoundError, StoreBusyError, StoreError, StoreFullError
 from edgefl.core.safe_parsing import SHA256
 from edgefl.storage.database import Database
 from edgefl.storage.lease import FAILOVER_TABLES, Lease
@@ -199,7 +199,12 @@ class DirectoryMirror:
                 self._journals[name] = None
 
     def prepare(self) -> None:
-        """Finds the files that changed, and saves the large ones; see `WriteFence`."""
+        """Finds the files that changed, and saves the large ones; see `WriteFence`.
+
+        Raises:
+            StoreBusyError, StoreFullError: the place for models cannot be used now.
+            StoreError: the directory cannot be read.
+        """
         with self._lock:
             self._changes = self._find_changes()
 
@@ -241,7 +246,12 @@ class DirectoryMirror:
     def _remove_orphans(self) -> None:
         """Removes objects of earlier epochs that no row names: their writers can commit none any more."""
         used = {file.object_key for file in self._files.values()}
-        for key in self._objects.list_keys():
+        try:
+            keys = self._objects.list_keys()
+        except EdgeflError as error:  # the next start removes them
+            log.warning("files that are not needed may stay among the shared ones: %s", error)
+            return
+        for key in keys:
             epoch, _, name = key.partition("/")
             if epoch.isdigit() and int(epoch) < self._lease.epoch and SHA256.match(name) and key not in used:
                 self._unused_keys.add(key)
@@ -310,12 +320,30 @@ class DirectoryMirror:
                 sha256 = hashlib.sha256(content).hexdigest()
                 return _File(sha256=sha256, object_key="", identity=identity), content
             key = f"{self._lease.epoch}/{sha256}"
-            self._objects.save(key, local, sha256)
+            if not self._save_object(key, local, sha256, identity):
+                return None
         except FileNotFoundError:  # removed meanwhile, which the next look finds
             return None
         except OSError as error:
             raise StoreError(f"{local} cannot be read: {error.strerror or error}") from None
         return _File(sha256=sha256, object_key=key, identity=identity), None
+
+    def _save_object(self, key: str, local: Path, sha256: str, identity: tuple[int, int, int]) -> bool:
+        """Returns whether the file is among the shared objects; not if it was replaced meanwhile.
+
+        Raises:
+            StoreBusyError: the storage cannot be used now, or not by us.
+            FileNotFoundError: the file was removed meanwhile.
+        """
+        try:
+            self._objects.save(key, local, sha256)
+        except StoreFullError:
+            raise
+        except EdgeflError as error:
+            if _identify(local) != identity:
+                return False
+            raise StoreBusyError(f"the place for models cannot be used: {error}") from error
+        return True
 
     # Loading
 

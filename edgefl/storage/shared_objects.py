@@ -30,7 +30,10 @@ class SharedObjects(Protocol):
     """
 
     def save(self, key: str, path: Path, sha256: str) -> None:
-        """Copies a file into the storage, durably; the same key and content again changes nothing."""
+        """Copies a file into the storage, durably; the same key and content again changes nothing.
+
+        Raises a `DataError` where its SHA-256 is another one.
+        """
 
     def load(self, key: str, path: Path, sha256: str) -> None:
         """Copies a file out of the storage, atomically; raises a `NotFoundError` where there is none."""
@@ -79,8 +82,8 @@ class S3Objects:
     def __init__(self, folder: ObjectAddress) -> None:
         self._folder = folder
 
-    def save(self, key: str, path: Path, sha256: str) -> None:  # noqa: ARG002 the sending computes it
-        upload_file(path, self._folder.join(key), replace=True)
+    def save(self, key: str, path: Path, sha256: str) -> None:
+        upload_file(path, self._folder.join(key), replace=True, sha256=sha256)
 
     def load(self, key: str, path: Path, sha256: str) -> None:
         download_file(self._folder.join(key), path, sha256=sha256)

@@ -78,13 +78,16 @@ def parse_address(text: str, *, allow_folder: bool = True) -> ObjectAddress:
     return address
 
 
-def upload_file(path: Path, address: ObjectAddress, *, replace: bool = False) -> ObjectAddress:
+def upload_file(
+    path: Path, address: ObjectAddress, *, replace: bool = False, sha256: str | None = None
+) -> ObjectAddress:
     """Sends a file, and returns where it is; one whose sending broke off goes on behind the parts that are there.
 
     Args:
         path: the file; beside it lies what is known of a sending that broke off.
         address: of the object, or of a folder, where it gets the name of the file.
         replace: whether another object may be replaced; the same file is never sent again.
+        sha256: of its content; None for whatever it is.
 
     Raises:
         UsageError: another object is there.
@@ -98,6 +101,7 @@ def upload_file(path: Path, address: ObjectAddress, *, replace: bool = False) ->
     address = address.join(path.name)
     try:
         key = _make_key(path, address)
+        _check_unchanged(path, key[HASH_KEY], sha256 or key[HASH_KEY])
         state = _read_state(path)
         if state is None or not key.items() <= state.items():
             _abort(state)

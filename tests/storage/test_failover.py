@@ -10,13 +10,23 @@ from typing import Any
 
 import pytest
 
-from edgefl.core.errors import JournalError, LeaseLostError, StoreError, UsageError
+from edgefl.core.errors import (
+    RETRYABLE_STORE_ERRORS,
+    DataError,
+    EdgeflError,
+    JournalError,
+    LeaseLostError,
+    NetworkError,
+    NotAllowedError,
+    StoreError,
+    UsageError,
+)
 from edgefl.core.types import Decision, FinishEarlyInstruction
 from edgefl.storage.database import Database
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
 from edgefl.storage.lease import Lease
-from edgefl.storage.mirror import DirectoryMirror
+from edgefl.storage.mirror import MAX_INLINE_BYTES, DirectoryMirror
 from edgefl.storage.shared_objects import FolderObjects
 from edgefl.storage.store import Store
 
@@ -216,6 +226,61 @@ def test_a_model_that_no_row_has_any_more_leaves_the_shared_folder(hosts: tuple[
     first.lease.renew(ttl_s=0.0)
     second.take_over()
     assert [path.name for path in (tmp_path / "shared").glob("*/*")] == [kept.stem]
+
+
+class FailingObjects(FolderObjects):
+    """Shared objects of a storage that cannot be reached for a while, or replaces what it is to save."""
+
+    fault: EdgeflError | None = None
+    replacement: bytes | None = None
+
+    def save(self, key: str, path: Path, sha256: str) -> None:
+        if self.replacement is not None:
+            fresh = path.with_name(".fresh")
+            fresh.write_bytes(self.replacement)
+            fresh.replace(path)
+            self.replacement = None
+        if self.fault is not None:
+            raise self.fault
+        super().save(key, path, sha256)
+
+
+@pytest.mark.parametrize("fault", [NetworkError("unreachable"), NotAllowedError("no"), DataError("nonsense")])
+def test_a_storage_that_fails_for_a_while_is_waited_for(
+    hosts: tuple[Host, Host], tmp_path: Path, fault: EdgeflError
+) -> None:
+    first, second = hosts
+    objects = FailingObjects(tmp_path / "shared")
+    first.mirror = DirectoryMirror(first.root, first.lease, objects, clock_ns=lambda: first.now_ns)
+    store, journal = first.take_over(), first.open_journal()
+    model = first.write(_name(b"model"), b"model")
+    objects.fault = fault
+    for write in (lambda: store.record_event("named", "", at=1.0), lambda: first.record(journal, 1)):
+        with pytest.raises(RETRYABLE_STORE_ERRORS, match=str(fault)):
+            write()
+    objects.fault = None
+    with first.open_journal() as reopened:
+        first.record(reopened, 2)
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    assert (second.root / "models" / model.name).read_bytes() == b"model"
+    assert len(second.list_records()) == 2
+
+
+def test_a_file_that_is_replaced_while_it_is_sent_is_sent_as_it_is_then(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    first, second = hosts
+    objects = FailingObjects(tmp_path / "shared")
+    first.mirror = DirectoryMirror(first.root, first.lease, objects, clock_ns=lambda: first.now_ns)
+    store = first.take_over()
+    first.write(f"{RUN}/large", b"a" * (MAX_INLINE_BYTES + 1))
+    objects.replacement = b"b" * (MAX_INLINE_BYTES + 1)
+    for kind in ("one", "two"):
+        store.record_event(kind, "", at=1.0)
+    first.lease.renew(ttl_s=0.0)
+    second.take_over()
+    assert (second.root / RUN / "large").read_bytes()[:1] == b"b"
 
 
 def test_a_host_never_takes_over_what_the_first_one_has_not_finished_saving(hosts: tuple[Host, Host]) -> None:

@@ -272,6 +272,12 @@ def test_another_object_is_replaced_only_where_that_is_asked_for(server, path):
 
 
 @pytest.mark.extended
+def test_a_file_with_another_hash_than_its_sender_expects_is_not_sent(server, path):
+    with pytest.raises(DataError, match="changed while it was sent"):
+        upload_file(path, TARGET, sha256="0" * 64)
+    assert not list(server.keys())
+
+
 def test_a_fetch_that_was_killed_goes_on_where_it_was(server, calls, path, tmp_path):
     upload_file(path, TARGET)
     calls.limit = {"get_object": 1}
