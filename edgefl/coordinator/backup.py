@@ -27,12 +27,14 @@ from typing import IO, Any
 
 from edgefl import __version__
 from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
+from edgefl.coordinator.failover import HOST_ID_FILE
 from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE
 from edgefl.core.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.storage.database import SCHEMA_REVISION
 from edgefl.storage.lineage import LINEAGE_FILE, MARK_FILE
+from edgefl.storage.mirror import COPY_MARK, REPLACED_FOLDER
 from edgefl.storage.sqlite_backup import check_database, copy_database
 from edgefl.system.atomic_files import (
     DATABASE_NAME,
@@ -49,9 +51,12 @@ SECRETS_NOTICE = (
     "This archive holds the fleet's keys: who has it can be the coordinator. Keep it as safe as the coordinator."
 )
 _STAGE_PREFIX = ".backup-"
-_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker", "compiled", LINEAGE_FILE, MARK_FILE})
-"""Locks, what a broker makes anew at each start, the cache of compiled tasks, and the lineage: a restored directory
-begins another one."""
+_EXCLUDED_NAMES = frozenset(
+    {"lock", "broker.lock", "backup.lock", "broker", "compiled", LINEAGE_FILE, MARK_FILE}
+    | {HOST_ID_FILE, COPY_MARK, REPLACED_FOLDER}
+)
+"""Locks, what a broker makes anew at each start, the cache of compiled tasks, what is each host's own, and the
+lineage: a restored directory begins another one."""
 _MAX_ATTEMPTS = 50
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.core.errors import EdgeflError, LeaseLostError, StoreError
-from edgefl.storage.database import Database
+from edgefl.core.errors import EdgeflError, LeaseLostError, StoreError, UsageError
 from edgefl.storage.lease import RENEW_INTERVAL_S, TTL_S, Lease
 from edgefl.storage.mirror import DirectoryMirror
+from edgefl.storage.repositories.saved_models import list_models
 from edgefl.storage.shared_objects import open_shared_objects
+from edgefl.storage.store import Store
+from edgefl.system.atomic_files import write_atomic
 
 log = logging.getLogger(__name__)
 
 STAND_BY_INTERVAL_S = 0.5
+HOST_ID_FILE = "host-id"
 
 
 class Failover:
@@ -46,7 +51,13 @@ class Failover:
     ) -> None:
         self._on_lost, self._clock = on_lost, clock
         objects = open_shared_objects(directory.shared_models or "")
-        self._lease = Lease.open(directory.store_url, f"{socket.gethostname()} ({directory.root.absolute()})")
+        self._directory = directory
+        self._lease = Lease.open(
+            directory.store_url,
+            f"{socket.gethostname()} ({directory.root.absolute()})",
+            host_id=_load_host_id(directory.root),
+            ca_fingerprint=directory.compute_ca_fingerprint(),
+        )
         self.mirror = DirectoryMirror(directory.root, self._lease, objects, clock_ns=time.time_ns)
         self._renewed_s, self._closing = clock(), threading.Event()
         self._thread = threading.Thread(target=self._run_renewals, name="lease", daemon=True)
@@ -84,9 +95,20 @@ class Failover:
         self.mirror.load()
         return True
 
-    def open(self, database: Database) -> None:
-        """Fences the store's transactions by the lease, and mirrors the directory; raises an `EdgeflError`."""
-        self.mirror.open(database)
+    def open(self, store: Store) -> None:
+        """Fences the store's transactions by the lease, and mirrors the directory.
+
+        Raises:
+            UsageError: nothing is mirrored yet, and this is not the directory that the store belongs to.
+            EdgeflError: something cannot be read or saved.
+        """
+        if not self._lease.is_mirrored and (missing := _find_missing(self._directory, store)) is not None:
+            self._lease.withdraw()
+            raise UsageError(
+                f"the store names {missing}, which is not in {self._directory.root}; with --models the first host to "
+                "start is the one whose directory has the store's runs and models"
+            )
+        self.mirror.open(store.database)
 
     def _try_to_take_over(self) -> bool:
         try:
@@ -94,6 +116,8 @@ class Failover:
                 return True
             if self._lease.is_mirrored:
                 self.mirror.load_files()
+        except UsageError:  # this host belongs to another fleet
+            raise
         except EdgeflError as error:
             if self._lease.epoch == 0 and not self._lease.active_holder:
                 raise
@@ -113,3 +137,23 @@ class Failover:
                 if self._clock() - self._renewed_s > TTL_S:
                     self._on_lost(LeaseLostError(f"the lease expired, since the store could not be reached: {error}"))
                     return
+
+
+def _load_host_id(root: Path) -> str:
+    """Returns the random id of this directory, made at the first call; a backup has it not."""
+    path = root / HOST_ID_FILE
+    if not path.is_file():
+        write_atomic(path, secrets.token_hex(16).encode())
+    return path.read_text(errors="replace")
+
+
+def _find_missing(directory: CoordinatorDirectory, store: Store) -> str | None:
+    """Returns a run that is not over, or a saved model, that the store has and the directory has not."""
+    for record in store.list_runs():
+        is_open = record.rounds > 0 and not record.status.is_final
+        if is_open and not (directory.runs / record.run_id).is_dir():
+            return f"run {record.run_id}"
+    for model in list_models(store):
+        if not (directory.models / f"{model['sha256']}.safetensors").is_file():
+            return f"model {model['sha256'][:12]}… of run {model['run_id']}"
+    return None

@@ -230,7 +230,7 @@ class Coordinator:
         self._closers.callback(self._store.close)
         self._store.database.check()
         if self._failover is not None:
-            self._failover.open(self._store.database)
+            self._failover.open(self._store)
         self._lineage = open_lineage(
             self._store,
             self._directory.root,

@@ -53,6 +53,8 @@ _LEASE = Table(
     # Unique, so that a change of it takes the lock that conflicts with FOR KEY SHARE; a renewal takes a weaker one.
     Column("epoch", BigInteger, nullable=False, unique=True),
     Column("holder", Text, nullable=False),
+    Column("host_id", Text, nullable=False),
+    Column("ca_fingerprint", Text, nullable=False),
     Column("expires_at", DateTime(timezone=True), nullable=False),
     Column("is_mirrored", Boolean, nullable=False),
 )
@@ -64,6 +66,8 @@ class Lease:
     Args:
         database: of the store, on a PostgreSQL server; used by the lease alone.
         holder: this host, for messages of the others.
+        host_id: of this host's directory and no other.
+        ca_fingerprint: of the fleet's CA, which all its hosts have.
 
     Attributes:
         epoch: of this holder, from 1; 0 while it is not held.
@@ -76,15 +80,17 @@ class Lease:
         StoreError: the database cannot be used.
     """
 
-    def __init__(self, database: Database, holder: str) -> None:
+    def __init__(self, database: Database, holder: str, *, host_id: str, ca_fingerprint: str) -> None:
         self.database, self.holder = database, holder
+        self._host_id, self._ca_fingerprint = host_id, ca_fingerprint
         self.epoch, self.active_holder, self.is_mirrored = 0, "", False
         if database.engine.dialect.name != "postgresql":
             raise UsageError("a second host needs a store on PostgreSQL: --store postgresql://USER@HOST/DATABASE")
         with database.write() as connection:
             connection.execute(select(func.pg_advisory_xact_lock(_CREATE_LOCK)))
             FAILOVER_TABLES.create_all(connection)
-            row = {"id": _ROW, "format": _FORMAT, "epoch": 0, "holder": "", "is_mirrored": False}
+            row: dict[str, object] = {"id": _ROW, "format": _FORMAT, "epoch": 0, "holder": "", "is_mirrored": False}
+            row |= {"host_id": "", "ca_fingerprint": ""}
             row["expires_at"] = func.clock_timestamp()
             connection.execute(insert(_LEASE).values(row).on_conflict_do_nothing())
         found = database.read_value(select(_LEASE.c.format))
@@ -92,11 +98,11 @@ class Lease:
             raise StoreTooNewError(f"the lease in store {database.location} has format {found}, not {_FORMAT}")
 
     @classmethod
-    def open(cls, url: str | Path, holder: str) -> Lease:
+    def open(cls, url: str | Path, holder: str, *, host_id: str, ca_fingerprint: str) -> Lease:
         """Returns the lease of the store at this URL; raises as the class does."""
         database = Database.connect(url)
         try:
-            return cls(database, holder)
+            return cls(database, holder, host_id=host_id, ca_fingerprint=ca_fingerprint)
         except BaseException:  # an interrupt too: its connections are closed
             database.close()
             raise
@@ -109,16 +115,22 @@ class Lease:
         """Takes the lease if it has expired; returns whether it is held now.
 
         Raises:
+            UsageError: the store is that of another fleet.
             StoreError: the database cannot be used, or the first holder died before its directory was in the store.
         """
         # Read without a lock first: waiting hosts must not delay the holder.
         is_live = _LEASE.c.expires_at > func.clock_timestamp()
-        columns = _LEASE.c.epoch, _LEASE.c.holder, _LEASE.c.is_mirrored, is_live.label("is_live")
-        row = self.database.read_rows(select(*columns))[0]
+        row = self.database.read_rows(select(_LEASE, is_live.label("is_live")))[0]
+        if row.ca_fingerprint not in {"", self._ca_fingerprint}:
+            raise UsageError(
+                f"store {self.database.location} belongs to a fleet whose CA has the fingerprint "
+                f"{row.ca_fingerprint[:12]}…, this host's has {self._ca_fingerprint[:12]}…; name this fleet's "
+                "--store, or restore a backup of that fleet here"
+            )
         self.active_holder, self.is_mirrored = row.holder if row.is_live else "", row.is_mirrored
         if row.is_live:
             return False
-        if row.epoch and not row.is_mirrored and row.holder != self.holder:
+        if row.epoch and not row.is_mirrored and row.host_id not in {"", self._host_id}:
             raise StoreError(
                 f"{row.holder} ended before its directory was in the store; start its coordinator first, then this"
             )
@@ -126,6 +138,7 @@ class Lease:
             update(_LEASE)
             .where(_LEASE.c.epoch == row.epoch, _LEASE.c.expires_at <= func.clock_timestamp())
             .values(epoch=row.epoch + 1, holder=self.holder, expires_at=_compute_expiry(ttl_s))
+            .values(host_id=self._host_id, ca_fingerprint=self._ca_fingerprint)
         )
         with self._write() as connection:
             if connection.execute(taking).rowcount != 1:  # another host was faster
@@ -156,6 +169,15 @@ class Lease:
         with self._write() as connection:
             expiring = update(_LEASE).where(_LEASE.c.epoch == self.epoch).values(expires_at=func.clock_timestamp())
             connection.execute(expiring)
+
+    def withdraw(self) -> None:
+        """Gives back a lease whose holder's directory is not to be in the store; any host may then be the first."""
+        with self._write() as connection:
+            connection.execute(
+                update(_LEASE)
+                .where(_LEASE.c.epoch == self.epoch, ~_LEASE.c.is_mirrored)
+                .values(host_id="", ca_fingerprint="", expires_at=func.clock_timestamp())
+            )
 
     def check(self, connection: Connection) -> None:
         """Checks in a transaction that it is held, and prevents a take-over until that ends.

@@ -43,6 +43,10 @@ FOLDERS = ("runs", "models", "bases", "deployments", "bundles")
 """The mirrored folders; keys, certificates and settings are each host's own, and the rest is made anew."""
 MAX_INLINE_BYTES = 1024 * 1024
 """Of a file in a row; a larger one is a shared object, as all are that are named by their SHA-256."""
+COPY_MARK = "mirrored"
+"""File of a directory that is a copy of its store's mirror, or its source; it has the store's location."""
+REPLACED_FOLDER = "replaced"
+"""Where a directory that was no copy keeps what the mirror has not, or has otherwise."""
 CHUNK_BYTES = 8 * 1024 * 1024
 _SETTLED_NS = 1_000_000_000
 """A folder that changed less than this before it was listed is listed again: times of change are coarse."""
@@ -128,9 +132,12 @@ class DirectoryMirror:
             known = self._files.get(path)
             if known is None or (known.sha256, known.object_key) != (row.sha256, row.object_key):
                 self._load_file(path, _File(sha256=row.sha256, object_key=row.object_key))
-        for path in sorted(self._list_local_files() - set(rows)):
-            (self._root / path).unlink(missing_ok=True)
+        is_copy = self._is_copy()
+        for path in sorted(self._list_local_files(with_journals=not is_copy) - set(rows)):
+            self._remove_local(path, is_copy=is_copy)
             self._files.pop(path, None)
+        if not is_copy:
+            self._mark_copy()
 
     def load(self) -> None:
         """Makes the directory that of the mirror, once the lease is held; the first holder's own becomes the mirror.
@@ -164,6 +171,7 @@ class DirectoryMirror:
                 with path.open("rb") as file:
                     self.append_journal(path, file.fileno(), path.stat().st_size)
         self._lease.record_mirrored()
+        self._mark_copy()
         self._remove_orphans()
 
     # The host that is active
@@ -347,17 +355,36 @@ class DirectoryMirror:
 
     # Loading
 
-    def _list_local_files(self) -> set[str]:
+    def _is_copy(self) -> bool:
+        mark = self._root / COPY_MARK
+        return mark.is_file() and mark.read_text(errors="replace") == self._lease.database.location
+
+    def _mark_copy(self) -> None:
+        write_atomic(self._root / COPY_MARK, self._lease.database.location.encode())
+
+    def _remove_local(self, path: str, *, is_copy: bool) -> None:
+        """Removes a file; one of a directory that is no copy yet is kept aside instead."""
+        local, kept = self._root / path, self._root / REPLACED_FOLDER / path
+        if is_copy or kept.exists():
+            local.unlink(missing_ok=True)
+            return
+        make_private_directory(kept.parent)
+        local.rename(kept)
+        log.warning("%s is not in the store's mirror; it is kept as %s", local, kept)
+
+    def _list_local_files(self, *, with_journals: bool) -> set[str]:
         found: set[str] = set()
         for folder in FOLDERS:
             for root, _, names in os.walk(self._root / folder):
                 found |= {self._relative(Path(root) / name) for name in names}
-        return {path for path in found if not _is_journal(path)}
+        return {path for path in found if with_journals or not _is_journal(path)}
 
     def _load_file(self, path: str, file: _File) -> None:
         local = self._check_path(path)
         if not (local.is_file() and compute_sha256(local) == file.sha256):
             make_private_directory(local.parent)
+            if local.is_file() and not self._is_copy():
+                self._remove_local(path, is_copy=False)
             if file.object_key:
                 try:
                     self._objects.load(file.object_key, local, file.sha256)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.failover import Failover
 from edgefl.core.errors import (
     RETRYABLE_STORE_ERRORS,
     DataError,
@@ -26,7 +29,8 @@ from edgefl.storage.database import Database
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
 from edgefl.storage.lease import Lease
-from edgefl.storage.mirror import MAX_INLINE_BYTES, DirectoryMirror
+from edgefl.storage.mirror import COPY_MARK, MAX_INLINE_BYTES, REPLACED_FOLDER, DirectoryMirror
+from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.shared_objects import FolderObjects
 from edgefl.storage.store import Store
 
@@ -42,10 +46,10 @@ def _never(_: object) -> Any:
 class Host:
     """A host of the fleet: its directory, its lease and, once it is active, its store."""
 
-    def __init__(self, url: str, root: Path, shared: Path) -> None:
+    def __init__(self, url: str, root: Path, shared: Path, ca: str = "c" * 64) -> None:
         root.mkdir()
         self.root, self.url, self.now_ns = root, url, 10**19
-        self.lease = Lease.open(url, root.name)
+        self.lease = Lease.open(url, root.name, host_id=root.name, ca_fingerprint=ca)
         self.mirror = DirectoryMirror(root, self.lease, FolderObjects(shared), clock_ns=lambda: self.now_ns)
         self.store: Store | None = None
 
@@ -172,6 +176,9 @@ def test_another_host_finds_the_directory_as_it_was_left(hosts: tuple[Host, Host
     first.lease.renew(ttl_s=0.0)
     second.take_over()
     found = {str(path.relative_to(second.root)) for path in second.root.rglob("*") if path.is_file()}
+    kept = {f"{RUN}/stray", f"{RUN}/journal/000009.wal"}
+    found -= {COPY_MARK, *(f"{REPLACED_FOLDER}/{path}" for path in kept)}
+    assert (second.root / REPLACED_FOLDER / RUN / "stray").read_bytes() == b"of an earlier time"
     assert found == {_name(model), _name(later), f"{RUN}/guard.safetensors", f"{RUN}/journal/000001.wal"}
     assert (second.root / RUN / "guard.safetensors").read_bytes() == b"new"
     assert (second.root / _name(model)).read_bytes() == model
@@ -291,6 +298,70 @@ def test_a_host_never_takes_over_what_the_first_one_has_not_finished_saving(host
     assert first.lease.try_acquire()
 
 
+def test_a_directory_of_the_same_name_on_another_host_is_another_host(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    second.lease.holder = first.lease.holder
+    assert first.lease.try_acquire(ttl_s=0.0)
+    with pytest.raises(StoreError, match="first ended before its directory"):
+        second.lease.try_acquire()
+
+
+def test_a_host_of_another_fleet_changes_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    first, _ = hosts
+    first.take_over()
+    first.lease.renew(ttl_s=0.0)
+    stranger = Host(first.url, tmp_path / "stranger", tmp_path / "shared", ca="d" * 64)
+    with pytest.raises(UsageError, match="belongs to a fleet whose CA"):
+        stranger.lease.try_acquire()
+    stranger.close()
+
+
+def test_a_lease_that_is_withdrawn_leaves_another_host_to_be_the_first(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    assert first.lease.try_acquire()
+    first.lease.withdraw()
+    assert second.lease.try_acquire()
+
+
+def test_what_a_copy_of_the_mirror_has_too_much_is_removed_and_not_kept(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    first.take_over()
+    second.mirror.load_files()
+    second.write(f"{RUN}/stray", b"")
+    second.mirror.load_files()
+    assert not (second.root / RUN / "stray").exists()
+    assert not (second.root / REPLACED_FOLDER).exists()
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_directory_without_the_models_of_the_store_is_not_the_first_mirror(
+    hosts: tuple[Host, Host], tmp_path: Path, has_model: bool
+) -> None:
+    url = hosts[0].url
+    init = init_directory(tmp_path / "state", hosts=["127.0.0.1"])
+    directory = replace(init, store=url, shared_models=f"file://{tmp_path / 'shared'}")
+    with Store.open(url) as store:
+        store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
+        sha256 = hashlib.sha256(b"model").hexdigest()
+        row = SavedModelRow(version=1, round=1, last_record=1, sha256=sha256, bytes_file=5, at=1.0)
+        store.record_saved_model("r", row)
+        if has_model:
+            (directory.models / f"{sha256}.safetensors").write_bytes(b"model")
+        with Failover(directory, on_lost=_never) as failover:
+            assert failover.wait_for_lease(threading.Event())
+            if has_model:
+                failover.open(store)
+            else:
+                with pytest.raises(UsageError, match=r"names model .* of run r, which is not in"):
+                    failover.open(store)
+            store.database.set_fence(None)
+    if has_model:
+        with pytest.raises(UsageError, match="belongs to a fleet whose CA"):
+            hosts[0].lease.try_acquire()
+    else:
+        assert hosts[0].lease.try_acquire()
+
+
 def test_a_path_outside_the_directory_is_refused(hosts: tuple[Host, Host]) -> None:
     first, second = hosts
     store = first.take_over()
@@ -307,4 +378,4 @@ def test_a_path_outside_the_directory_is_refused(hosts: tuple[Host, Host]) -> No
 
 def test_a_store_in_a_file_has_no_lease(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--store postgresql://"):
-        Lease.open(tmp_path / "edgefl.db", "host")
+        Lease.open(tmp_path / "edgefl.db", "host", host_id="1", ca_fingerprint="2")
