@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 STAND_BY_INTERVAL_S = 0.5
 HOST_ID_FILE = "host-id"
+_BEING_TAKEN = "the lease has expired, and its holder ends a transaction, or another host takes it"
 
 
 class Failover:
@@ -35,6 +36,7 @@ class Failover:
 
     Args:
         directory: locked for this process, with a store on a database server and shared models.
+        on_progress: called at each look at the lease, while this host stands by.
         on_lost: called from a thread when the lease is lost: the coordinator must stop.
         clock: monotonic seconds.
 
@@ -47,9 +49,10 @@ class Failover:
         directory: CoordinatorDirectory,
         *,
         on_lost: Callable[[EdgeflError], None],
+        on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._on_lost, self._clock = on_lost, clock
+        self._on_lost, self._on_progress, self._clock = on_lost, on_progress, clock
         objects = open_shared_objects(directory.shared_models or "")
         self._directory = directory
         self._lease = Lease.open(
@@ -61,6 +64,7 @@ class Failover:
         self.mirror = DirectoryMirror(directory.root, self._lease, objects, clock_ns=time.time_ns)
         self._renewed_s, self._closing = clock(), threading.Event()
         self._thread = threading.Thread(target=self._run_renewals, name="lease", daemon=True)
+        self._deadline_thread = threading.Thread(target=self._run_deadline, name="lease-deadline", daemon=True)
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +72,10 @@ class Failover:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         if self._thread.ident is not None:
-            self._thread.join()
-            with contextlib.suppress(StoreError):  # it expires then
-                self._lease.release()
+            self._thread.join(TTL_S)
+            if not self._thread.is_alive():  # else the store hangs
+                with contextlib.suppress(StoreError):  # it expires then
+                    self._lease.release()
         self._lease.close()
 
     def wait_for_lease(self, stopping: threading.Event) -> bool:
@@ -84,14 +89,16 @@ class Failover:
         """
         reported = None
         while not self._try_to_take_over():
+            self._on_progress()
             if self._lease.active_holder != reported:
                 reported = self._lease.active_holder
-                log.info("standing by: %s is active", reported)
+                log.info("standing by: %s", f"{reported} is active" if reported else _BEING_TAKEN)
             if stopping.wait(STAND_BY_INTERVAL_S):
                 return False
         log.info("active, in epoch %d of the fleet's lease", self._lease.epoch)
         self._renewed_s = self._clock()
         self._thread.start()
+        self._deadline_thread.start()
         self.mirror.load()
         return True
 
@@ -137,6 +144,19 @@ class Failover:
                 if self._clock() - self._renewed_s > TTL_S:
                     self._on_lost(LeaseLostError(f"the lease expired, since the store could not be reached: {error}"))
                     return
+
+    def _run_deadline(self) -> None:
+        """Ends this host where a renewal does not return.
+
+        It counts its own rounds: after this process was frozen, the renewal has time to find who holds the lease.
+        """
+        renewed_s, silent_s = self._renewed_s, 0.0
+        while not self._closing.wait(RENEW_INTERVAL_S):
+            silent_s = silent_s + RENEW_INTERVAL_S if self._renewed_s == renewed_s else 0.0
+            renewed_s = self._renewed_s
+            if silent_s > TTL_S:
+                self._on_lost(LeaseLostError("the lease expired, since the store does not answer"))
+                return
 
 
 def _load_host_id(root: Path) -> str:

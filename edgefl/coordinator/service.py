@@ -129,6 +129,11 @@ class Coordinator:
     def __exit__(self, *_: object) -> None:
         self._closers.close()
 
+    @property
+    def may_stand_by(self) -> bool:
+        """Whether other hosts share the fleet, so that opening this may wait for the lease."""
+        return self._directory.shared_models is not None
+
     def stop(self) -> None:
         """Ends `wait`."""
         self._stopping.set()
@@ -210,7 +215,9 @@ class Coordinator:
         if self._directory.shared_models is not None:
             from edgefl.coordinator.failover import Failover  # noqa: PLC0415 only with a second host
 
-            self._failover = self._closers.enter_context(Failover(self._directory, on_lost=self._fail))
+            self._failover = self._closers.enter_context(
+                Failover(self._directory, on_lost=self._fail, on_progress=self.liveness.record_progress)
+            )
             if not self._failover.wait_for_lease(self._stopping):
                 raise _StoppedBeforeActiveError
 
@@ -482,9 +489,22 @@ def serve(coordinator: Coordinator) -> None:
     notifier = (
         SystemdNotifier.from_environment()
     )  # before there are child processes, which must not notify in our name
-    with on_stop_signal(coordinator.stop), contextlib.suppress(_StoppedBeforeActiveError), coordinator:
-        with run_watchdog(notifier, coordinator.liveness):
+    with (
+        on_stop_signal(coordinator.stop),
+        contextlib.suppress(_StoppedBeforeActiveError),
+        contextlib.ExitStack() as stack,
+    ):
+        if coordinator.may_stand_by:  # for days: to the service manager it is ready meanwhile
+            stack.enter_context(run_watchdog(notifier, coordinator.liveness))
+            notifier.notify("STATUS=standing by")
+            with coordinator.liveness.track_work():
+                stack.enter_context(coordinator)
+            notifier.notify("STATUS=active")
             coordinator.wait()
+        else:
+            stack.enter_context(coordinator)
+            with run_watchdog(notifier, coordinator.liveness):
+                coordinator.wait()
         log.info("stopping")
 
 

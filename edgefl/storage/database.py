@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from sqlalchemy import Connection, Engine, Executable, create_engine, event, inspect, make_url, text
@@ -49,6 +50,7 @@ CONNECT_TIMEOUT_S = 10
 """Per address of a database server."""
 WAL_RETRY_S = 0.02
 CHECK_TIMEOUT_S = 1.5
+_NO_OPTIONS: Mapping[str, int] = MappingProxyType({})
 _VERSION_TABLE = "alembic_version"
 
 
@@ -171,14 +173,20 @@ class Database:
         return database
 
     @classmethod
-    def connect(cls, url_or_path: str | Path, *, read_only: bool = False) -> Self:
-        """Returns the database as `open` does, with whatever schema it has."""
+    def connect(
+        cls, url_or_path: str | Path, *, read_only: bool = False, connect_options: Mapping[str, int] = _NO_OPTIONS
+    ) -> Self:
+        """Returns the database as `open` does, with whatever schema it has.
+
+        Of a database server, the connections have these options of libpq.
+        """
         url = _parse_url(url_or_path)
         is_sqlite = url.get_backend_name() == "sqlite"
         location = str(url.database) if is_sqlite else url.render_as_string(hide_password=True)
         if is_sqlite:
             _prepare_file(Path(location), read_only=read_only)
-        return cls(_make_engine(url, read_only=read_only), location=location, read_only=read_only)
+        engine = _make_engine(url, read_only=read_only, connect_options=connect_options)
+        return cls(engine, location=location, read_only=read_only)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -385,10 +393,11 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
         raise StoreError(f"store {path} cannot be opened: {error.strerror}") from error
 
 
-def _make_engine(url: URL, *, read_only: bool) -> Engine:
+def _make_engine(url: URL, *, read_only: bool, connect_options: Mapping[str, int]) -> Engine:
     if url.get_backend_name() != "sqlite":
         try:
-            engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_TIMEOUT_S})
+            options = {"connect_timeout": CONNECT_TIMEOUT_S, **connect_options}
+            engine = create_engine(url, pool_pre_ping=True, connect_args=options)
         except ImportError as error:
             raise MissingPackageError(
                 f"a store in PostgreSQL needs psycopg, which cannot be imported ({error}); "

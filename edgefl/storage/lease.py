@@ -39,6 +39,12 @@ TTL_S = 4.0
 RENEW_INTERVAL_S = 1.0
 _CUT_OFF_MS = 3000
 """A transaction that is idle for so long is ended by the server; below `TTL_S`, so that it delays no take-over."""
+_CONNECT_OPTIONS = {
+    "connect_timeout": 2, "tcp_user_timeout": 3000,
+    "keepalives": 1, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
+}  # fmt: skip
+"""A server whose packets are dropped is given up within about `TTL_S`, in seconds but for the milliseconds of the
+second; 2 s is the least that the driver takes."""
 _FORMAT, _ROW = 1, 1
 _CREATE_LOCK = 0x65646765
 """Number of the advisory lock for creating the tables: "edge"."""
@@ -100,7 +106,7 @@ class Lease:
     @classmethod
     def open(cls, url: str | Path, holder: str, *, host_id: str, ca_fingerprint: str) -> Lease:
         """Returns the lease of the store at this URL; raises as the class does."""
-        database = Database.connect(url)
+        database = Database.connect(url, connect_options=_CONNECT_OPTIONS)
         try:
             return cls(database, holder, host_id=host_id, ca_fingerprint=ca_fingerprint)
         except BaseException:  # an interrupt too: its connections are closed

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.directory import init_directory, set_shared_models, set_store
 from edgefl.coordinator.failover import Failover
 from edgefl.core.errors import (
     RETRYABLE_STORE_ERRORS,
@@ -360,6 +365,43 @@ def test_a_directory_without_the_models_of_the_store_is_not_the_first_mirror(
             hosts[0].lease.try_acquire()
     else:
         assert hosts[0].lease.try_acquire()
+
+
+def test_a_host_that_stands_by_is_ready_to_the_service_manager(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    directory = set_store(init_directory(tmp_path / "state", hosts=["127.0.0.1"]), hosts[0].url)
+    set_shared_models(directory, f"file://{tmp_path / 'shared'}")
+    other = Lease.open(hosts[0].url, "other", host_id="o", ca_fingerprint=directory.compute_ca_fingerprint())
+    assert other.try_acquire(ttl_s=300)
+    other.record_mirrored()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+        command = [sys.executable, "-m", "edgefl", "coordinator", "start", "--dir", str(directory.root)]
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        process = subprocess.Popen(command, env=environment)
+        try:
+            assert [manager.recv(100) for _ in range(2)] == [b"READY=1", b"STATUS=standing by"]
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+    other.close()
+
+
+def test_a_renewal_that_hangs_ends_the_host_in_time(
+    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = init_directory(tmp_path / "state", hosts=["127.0.0.1"])
+    directory = replace(directory, store=hosts[0].url, shared_models=f"file://{tmp_path / 'shared'}")
+    lost, hanging = threading.Event(), threading.Event()
+    monkeypatch.setattr(Lease, "renew", lambda _: hanging.wait(60))
+    with Failover(directory, on_lost=lambda _: lost.set()) as failover:
+        assert failover.wait_for_lease(threading.Event())
+        assert lost.wait(15)
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 15
+    hanging.set()
 
 
 def test_a_path_outside_the_directory_is_refused(hosts: tuple[Host, Host]) -> None:
