@@ -33,6 +33,7 @@ from edgefl.system.atomic_files import DISK_FULL_ERRNOS, make_store_error
 _MIN_FREE_BYTES = 64 * 1024
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCKED = ("55P03", "40P01")
+_POSTGRES_IDLE_TIMEOUT = "25P03"
 _SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _ADVICE = {
@@ -94,6 +95,11 @@ def _translate_error(error: DBAPIError, location: str) -> StoreError:
     if name.startswith(_SQLITE_LOCKED) or state in _POSTGRES_LOCKED:
         return StoreBusyError(
             f"store {location} is in use by another program; stop that and try again ({_first_line(cause)})"
+        )
+    if state == _POSTGRES_IDLE_TIMEOUT:  # a host of several that still holds its lease may repeat it
+        return StoreBusyError(
+            f"store {location} ended a transaction in which this host was idle for too long; it is repeated "
+            f"({_first_line(cause)})"
         )
     for prefix, advice in _ADVICE.items():
         if name.startswith(prefix):

@@ -26,6 +26,7 @@ from edgefl.core.errors import (
     LeaseLostError,
     NetworkError,
     NotAllowedError,
+    StoreBusyError,
     StoreError,
     UsageError,
 )
@@ -153,7 +154,8 @@ def test_a_take_over_waits_for_the_transaction_under_way_and_for_no_frozen_one(h
         taken.set()
 
     thread = threading.Thread(target=take)
-    with pytest.raises(StoreError), store.database.write() as connection:  # noqa: PT012 its end is what fails
+    # Its end is what fails; it may be repeated, by a host that still holds the lease.
+    with pytest.raises(StoreBusyError, match="idle"), store.database.write() as connection:  # noqa: PT012
         connection.exec_driver_sql("DELETE FROM events")
         thread.start()
         assert not taken.wait(1.0)
@@ -367,8 +369,12 @@ def test_a_directory_without_the_models_of_the_store_is_not_the_first_mirror(
         assert hosts[0].lease.try_acquire()
 
 
-def test_a_host_that_stands_by_is_ready_to_the_service_manager(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    directory = set_store(init_directory(tmp_path / "state", hosts=["127.0.0.1"]), hosts[0].url)
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_host_that_stands_by_is_ready_to_the_service_manager(
+    hosts: tuple[Host, Host], postgres: Any, tmp_path: Path, is_moved: bool
+) -> None:
+    former = postgres[0].url(postgres[0].new_database()) if is_moved else hosts[0].url
+    directory = set_store(init_directory(tmp_path / "state", hosts=["127.0.0.1"]), former)
     set_shared_models(directory, f"file://{tmp_path / 'shared'}")
     other = Lease.open(hosts[0].url, "other", host_id="o", ca_fingerprint=directory.compute_ca_fingerprint())
     assert other.try_acquire(ttl_s=300)
@@ -377,15 +383,18 @@ def test_a_host_that_stands_by_is_ready_to_the_service_manager(hosts: tuple[Host
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
         command = [sys.executable, "-m", "edgefl", "coordinator", "start", "--dir", str(directory.root)]
-        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
-        process = subprocess.Popen(command, env=environment)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "EDGEFL_STORE": hosts[0].url}
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
         try:
             assert [manager.recv(100) for _ in range(2)] == [b"READY=1", b"STATUS=standing by"]
+            assert any("standing by: other is active" in line for line in process.stderr)
             process.terminate()
             assert process.wait(30) == 0
         finally:
             process.kill()
             process.wait()
+            process.stderr.close()
     other.close()
 
 

@@ -259,7 +259,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 
     shards = dict(_parse_test_shard(text) for text in test_shards)
     directory = load_directory(root)
-    if models is not None:  # before the coordinator starts: it may have to stand by
+    if models is not None or directory.shared_models is not None:  # at once: it may have to stand by
         directory = set_shared_models(set_store(directory, store), models)
     port = port or directory.port
     with allow_modules([*directory.allow_modules, *modules]):
