@@ -130,7 +130,7 @@ class Coordinator:
         self._closers.close()
 
     @property
-    def may_stand_by(self) -> bool:
+    def waits_for_lease(self) -> bool:
         """Whether other hosts share the fleet, so that opening this may wait for the lease."""
         return self._directory.shared_models is not None
 
@@ -494,7 +494,7 @@ def serve(coordinator: Coordinator) -> None:
         contextlib.suppress(_StoppedBeforeActiveError),
         contextlib.ExitStack() as stack,
     ):
-        if coordinator.may_stand_by:  # for days: to the service manager it is ready meanwhile
+        if coordinator.waits_for_lease:  # for days: to the service manager it is ready meanwhile
             stack.enter_context(run_watchdog(notifier, coordinator.liveness))
             notifier.notify("STATUS=standing by")
             with coordinator.liveness.track_work():
