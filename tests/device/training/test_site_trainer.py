@@ -1,5 +1,7 @@
 """The trainer of a gateway passes on what its boards can do, and refuses the rest in one line."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ class SomeSite:
 
     def __init__(self):
         self.counts, self.asked, self.kept, self.error, self.ended = {"digits": 30}, [], None, None, []
+        self.task = None
 
     def list_boards(self):
         return ["pi-1", "pi-2"]
@@ -41,6 +44,7 @@ class SomeSite:
         return self.kept
 
     def run_round(self, header, body, task, on_alive):
+        self.task = task
         self.asked.append((header["assignment"], body))
         if self.error is not None:
             raise self.error
@@ -138,6 +142,15 @@ def test_changes_of_a_model_are_made_whole_for_the_boards(site, trainer):
         np.testing.assert_array_equal(found[each], tensor)
     reply, _ = trainer.train(make_header(3, keeps_model=True, base_version=2), delta)
     assert reply["requires_full_model"] is True
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_site_hears_whether_boards_keep_tensors_of_their_own(site, trainer, monkeypatch, is_shared):
+    own, *others = TASK.shapes()
+    monkeypatch.setattr(type(TASK), "shapes", lambda _self: (replace(own, shared=is_shared), *others))
+    trainer.train(make_header(), b"x")
+    assert site.task.has_local_tensors is not is_shared
+    assert list(site.task.spec) == [*([own] if is_shared else []), *others]
 
 
 def test_an_answer_on_disk_needs_neither_model_nor_boards(site, trainer):
