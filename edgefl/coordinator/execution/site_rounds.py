@@ -261,7 +261,7 @@ class SiteRounds:
         try:
             used = self._index.add_round(record, header)
             reply = self._run_recorded_round(record, header, body, task, on_alive, used)
-        except BaseException:
+        except BaseException:  # a stop too: without an answer the work waits for the next round
             self._outage_work.restore(record.path)
             raise
         if message:

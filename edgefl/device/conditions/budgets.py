@@ -29,8 +29,12 @@ USAGE_FILE = "budgets.json"
 PERIODS = ("day", "month")
 MAX_SKEW_S = 300.0
 """By how much the clocks of board and coordinator may differ where they agree."""
-FIRST_MARGINS: Mapping[str, float] = {"traffic": 2.0 * INLINE_BODY_BYTES, "processor": 5.0, "energy": 50.0,
-                                     "written": 1e6}  # fmt: skip
+FIRST_MARGINS: Mapping[str, float] = {
+    "traffic": 2.0 * INLINE_BODY_BYTES,
+    "processor": 5.0,
+    "energy": 50.0,
+    "written": 1e6,
+}
 """What the first step of a work may use: bytes both ways, processor seconds, joules, bytes written."""
 MARGIN_DECAY = 0.95
 SLICE = 8.0

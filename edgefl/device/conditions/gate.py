@@ -433,7 +433,7 @@ class ConditionGate:
         present, former = self._facts.read_written_bytes() or 0.0, self._written_bytes
         # A file that was charged ahead is not written yet.
         self._written_bytes = present if former is None else max(present, former)
-        return {"written": self._written_bytes - (self._written_bytes if former is None else former)}
+        return {"written": 0.0 if former is None else self._written_bytes - former}
 
     def _measure(self) -> tuple[float, float, float | None]:
         return self._clocks.boot_time(), self._facts.read_processor_s(), self._facts.read_power_w()

@@ -236,11 +236,7 @@ def _make_correlation(config: RunConfig, shapes: ModelSpec) -> CorrelatedNoise:
         ConfigError: there are too few boards for the limits of participation.
     """
     privacy, rounds, count, faults = config.privacy, config.run.rounds, config.devices.count, Faults()
-    separation, participations = privacy.separation, privacy.participations
-    assert separation is not None
-    if participations is None and rounds is not None:
-        participations = -(-rounds // separation) + SPARE_PARTICIPATIONS
-    limits = ParticipationLimits(separation=separation, participations=participations)
+    limits = _make_limits(privacy, rounds)
     if count is None:
         faults.messages.append(
             f"devices.count is missing: {_HOW_CORRELATED} needs it, so that the boards of one round are not all"
@@ -248,9 +244,18 @@ def _make_correlation(config: RunConfig, shapes: ModelSpec) -> CorrelatedNoise:
     elif privacy.boards is not None:
         faults.messages += limits.list_faults(boards=privacy.boards, count=count, rounds=rounds)
     faults.check()
-    planned = rounds or separation * (participations or 1)
+    planned = rounds or limits.separation * (limits.participations or 1)
     size = sum(math.prod(spec.shape) for spec in shapes if spec.shared)
     return CorrelatedNoise(limits=limits, bands=limits.choose_bands(planned, size))
+
+
+def _make_limits(privacy: PrivacySection, rounds: int | None) -> ParticipationLimits:
+    """Returns the limits of participation; by default a little more than the rounds need."""
+    separation, participations = privacy.separation, privacy.participations
+    assert separation is not None
+    if participations is None and rounds is not None:
+        participations = -(-rounds // separation) + SPARE_PARTICIPATIONS
+    return ParticipationLimits(separation=separation, participations=participations)
 
 
 def check_fleet_size(config: RunConfig, num_devices: int) -> None:
@@ -262,8 +267,7 @@ def check_fleet_size(config: RunConfig, num_devices: int) -> None:
     privacy, count = config.privacy, config.devices.count
     if privacy.mechanism != "dp-ftrl" or privacy.separation is None or count is None:
         return
-    faults = Faults()
-    limits = ParticipationLimits(separation=privacy.separation, participations=privacy.participations)
+    faults, limits = Faults(), _make_limits(privacy, config.run.rounds)
     names = ("the number of devices", "privacy.separation x devices.count", "privacy.participations")
     faults.messages += limits.list_faults(boards=num_devices, count=count, rounds=config.run.rounds, names=names)
     faults.check()
