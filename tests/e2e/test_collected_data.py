@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
 
 import paho.mqtt.client as mqtt
@@ -44,7 +45,10 @@ power = "heater/power"
 
 
 class Sensor:
-    """A sensor and a broker between it and the collector; all end with the test."""
+    """A sensor and a broker between it and the collector; all end with the test.
+
+    It publishes all along: rows made of a held value are copies of one example, which the split keeps on one side.
+    """
 
     def __init__(self, folder):
         self.processes, self.shard, port = [], folder / "shard", find_free_port()
@@ -55,27 +59,32 @@ class Sensor:
         eventually(lambda: self._is_connected(port))
         self.client.loop_start()
         self._start(sys.executable, "-m", "edgefl", "device", "collect", str(folder / "collect.toml"))
+        self.is_closed = threading.Event()
+        self.publisher = threading.Thread(target=self._publish)
+        self.publisher.start()
 
-    def send_until(self, num_rows):
-        """Publishes values until the shard has so many rows."""
-        end_s = time.monotonic() + 60
-        while self.count_rows() < num_rows:
-            assert time.monotonic() < end_s, "no rows"
-            value = {"temperature": 0.5 * math.sin(time.monotonic()), "battery": 90}
-            self.client.publish("zigbee2mqtt/window", json.dumps(value))
-            self.client.publish("heater/power", "0.5")
-            time.sleep(0.02)
+    def wait_for(self, num_rows):
+        """Waits until the shard has so many rows."""
+        eventually(lambda: self.count_rows() >= num_rows, timeout_s=60)
 
     def count_rows(self):
         state = read_store_state(self.shard) if self.shard.is_dir() else None
         return state.num_rows if state else 0
 
     def close(self):
+        self.is_closed.set()
+        self.publisher.join()
         self.client.disconnect()
         self.client.loop_stop()
         for process in reversed(self.processes):
             process.terminate()
             process.wait(20)
+
+    def _publish(self):
+        while not self.is_closed.wait(0.02):
+            value = {"temperature": 0.5 * math.sin(time.monotonic()), "battery": 90}
+            self.client.publish("zigbee2mqtt/window", json.dumps(value))
+            self.client.publish("heater/power", "0.5")
 
     def _start(self, *words):
         self.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
@@ -95,12 +104,12 @@ def sensor(tmp_path):
 
 
 def test_what_a_sensor_says_is_trained_on_and_new_rows_count_in_the_next_run(sensor, tmp_path):
-    sensor.send_until(40)
+    sensor.wait_for(40)
     device = LocalDeviceSpec(name="board-1", shards={"series": str(sensor.shard)})
     with LocalFleet(root=tmp_path / "fleet", devices=[device]) as fleet:
         numbers = []
         for num_more in (0, 60):
-            sensor.send_until(sensor.count_rows() + num_more)
+            sensor.wait_for(sensor.count_rows() + num_more)
             run_id = fleet.submit(parse_run(RUN))
             assert fleet.wait_for_run(run_id)["status"] == "finished"
             (update,) = fleet.list_history("updates", run=run_id)
