@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, tzinfo
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.safe_parsing import parse_toml
@@ -24,6 +24,8 @@ TABLE = "conditions"
 WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 MAX_SPANS, MAX_INTERFACES = 24, 16
 MAX_REASON_CHARS, MAX_RUN_CHARS = 200, 120
+MAX_LINE_CHARS = 32
+"""Of a GPIO line's name, as the kernel has it."""
 CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
 """Of a battery beside external power; `Not charging` is full enough."""
 USE_KINDS = ("traffic", "processor", "energy", "written")
@@ -75,19 +77,29 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch(BrokerSection):
-    """`[conditions.switch]`: a switch that must be on: a topic of a broker, or a file such as of a GPIO line.
+    """`[conditions.switch]`: a switch that must be on: a topic of a broker, a file, or a GPIO line.
 
     Attributes:
         host: of the broker, which need not be the fleet's and speaks MQTT 5.
         topic: whose payload is the state, or TOPIC#/KEY/KEY for a value of a JSON object; kept messages count.
         file: absolute path of a file that holds the state, in place of a topic.
+        gpio: CHIP:LINE in place of a topic: path of a GPIO character device, and the line's offset or name.
+        bias: of the GPIO line.
         inverted: whether it may train while the switch is off.
     """
 
     host: str = ""
     topic: str = ""
     file: str = ""
+    gpio: str = ""
+    bias: Literal["as-is", "pull-up", "pull-down", "disabled"] = "as-is"
     inverted: bool = False
+
+    @property
+    def gpio_line(self) -> tuple[str, int | str]:
+        """Returns the path of the chip, and the offset or name of its line."""
+        chip, _, line = self.gpio.rpartition(":")
+        return chip, int(line) if line.isdecimal() else line
 
     def __post_init__(self) -> None:
         """Checks that it is one switch.
@@ -95,15 +107,26 @@ class Switch(BrokerSection):
         Raises:
             ConfigError: it is a half of one, or two.
         """
-        if bool(self.file) == bool(self.host and self.topic) or (self.file and (self.host or self.topic)):
-            raise ConfigError("conditions.switch must have host and topic, or a file")
+        is_topic = bool(self.host and self.topic)
+        if is_topic + bool(self.file) + bool(self.gpio) != 1 or (bool(self.host or self.topic) and not is_topic):
+            raise ConfigError("conditions.switch must have host and topic, or a file, or gpio")
         of_broker = {"port": self.port, "login_file": self.login_file, "tls": self.tls, "ca_file": self.ca_file}
         usual = {item.name: item.default for item in fields(BrokerSection)}
         found = [name for name, value in of_broker.items() if value != usual[name]]
-        if self.file and found:
-            raise ConfigError(f"conditions.switch.file has no broker, so leave out {', '.join(found)}")
+        if found and not is_topic:
+            raise ConfigError(
+                f"conditions.switch.{'file' if self.file else 'gpio'} has no broker, so leave out {', '.join(found)}"
+            )
+        if self.bias != "as-is" and not self.gpio:
+            raise ConfigError("conditions.switch.bias is of a GPIO line, so leave it out")
         if self.file and not PurePath(self.file).is_absolute():
             raise ConfigError(f"conditions.switch.file must be an absolute path, got {self.file!r:.80}")
+        chip, line = self.gpio_line
+        if self.gpio and (not PurePath(chip).is_absolute() or not line or len(str(line)) > MAX_LINE_CHARS):
+            raise ConfigError(
+                "conditions.switch.gpio must be the path of a chip, a colon, and the offset or name of a line, "
+                f"such as /dev/gpiochip0:17, got {self.gpio!r:.80}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,11 @@
 """The owner's switch: a file in a board's tree, and a topic of a real Mosquitto."""
 
+import contextlib
+import errno
+import inspect
+import sys
+from types import SimpleNamespace
+
 import pytest
 from board_trees import plant
 from device.collect.test_collector import _mosquitto, _publisher
@@ -13,7 +19,7 @@ from edgefl.device.conditions import switch as switch_module
 from edgefl.device.conditions.budgets import Clocks
 from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import SWITCH_RETRY_S, ConditionGate, save_conditions
-from edgefl.device.conditions.switch import SwitchReader
+from edgefl.device.conditions.switch import MAX_GPIO_TRIES, SwitchReader
 from edgefl.device.hardware.board_reader import BoardReader
 
 LINE = "sys/class/gpio/gpio529/value"
@@ -53,18 +59,92 @@ def test_a_file_that_is_not_there_is_no_switch_that_is_on(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("", "must have host and topic, or a file"),
-        ('host = "broker"', "must have host and topic, or a file"),
-        ('host = "broker"\ntopic = "a"\nfile = "/x"', "must have host and topic, or a file"),
-        ('topic = "a"\nfile = "/x"', "must have host and topic, or a file"),
+        ("", "must have host and topic, or a file, or gpio"),
+        ('host = "broker"', "must have host and topic, or a file, or gpio"),
+        ('host = "broker"\ntopic = "a"\nfile = "/x"', "must have host and topic, or a file, or gpio"),
+        ('topic = "a"\nfile = "/x"', "must have host and topic, or a file, or gpio"),
         ('file = "x"', "must be an absolute path, got 'x'"),
         ('file = "/x"\ntls = true\nlogin_file = "/y"', "has no broker, so leave out login_file, tls"),
+        ('file = "/x"\ngpio = "/dev/gpiochip0:1"', "must have host and topic, or a file, or gpio"),
+        ('host = "broker"\ngpio = "/dev/gpiochip0:1"', "must have host and topic, or a file, or gpio"),
+        ('gpio = "/dev/gpiochip0:1"\ntls = true', "gpio has no broker, so leave out tls"),
+        ('file = "/x"\nbias = "pull-up"', "bias is of a GPIO line, so leave it out"),
+        ('gpio = "/dev/gpiochip0:1"\nbias = "up"', "'as-is', 'pull-up', 'pull-down', 'disabled'"),
+        ('gpio = "/dev/gpiochip0"', "such as /dev/gpiochip0:17, got '/dev/gpiochip0'"),
+        ('gpio = "/dev/gpiochip0:"', "such as /dev/gpiochip0:17, got '/dev/gpiochip0:'"),
+        ('gpio = "gpiochip0:17"', "such as /dev/gpiochip0:17, got 'gpiochip0:17'"),
         ('file = "/x"\nport = 1883\nca_file = "/y"', "has no broker, so leave out port, ca_file"),
     ],
 )
 def test_half_a_switch_or_two_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         parse_conditions(f"[conditions.switch]\n{settings}\n")
+
+
+class Lines:
+    """Lines of a chip in place of the kernel's, by gpiod's own calls: levels by line, and who has one."""
+
+    def __init__(self, monkeypatch, levels):
+        self.gpiod = pytest.importorskip("gpiod", reason="gpiod is not installed: pip install -e '.[gpio]'")
+        self.levels, self.num_busy, self.asked, self.num_open = levels, 0, [], 0
+        signature = inspect.signature(self.gpiod.request_lines)
+        monkeypatch.setattr(
+            self.gpiod, "request_lines", lambda *args, **kw: self._request(**signature.bind(*args, **kw).arguments)
+        )
+
+    def _request(self, *, path, config, consumer):
+        ((line, settings),) = config.items()
+        self.asked.append((path, line, settings.direction, settings.bias))
+        if self.num_busy:
+            self.num_busy -= 1
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        if line not in self.levels:
+            raise ValueError(f"no line {line}")
+        return self._open(line)
+
+    @contextlib.contextmanager
+    def _open(self, line):
+        self.num_open += 1
+        yield SimpleNamespace(
+            get_value=lambda asked: self.gpiod.line.Value(self.levels[line] if asked == line else None)
+        )
+        self.num_open -= 1
+
+
+@pytest.mark.parametrize("line", ["17", "GPIO17"])
+def test_a_gpio_line_is_read_by_offset_or_name_with_its_bias_and_is_free_between_readings(
+    monkeypatch, tmp_path, line
+):
+    name = int(line) if line.isdecimal() else line
+    lines = Lines(monkeypatch, {name: 1})
+    gate = ConditionGate(tmp_path, board=BoardReader(tmp_path))
+    text = f'[conditions.switch]\ngpio = "/dev/gpiochip0:{line}"\nbias = "pull-up"\ninverted = true\n'
+    save_conditions(tmp_path, text.encode())
+    assert gate.check().reason == "its switch is on"
+    lines.levels[name], lines.num_busy = 0, MAX_GPIO_TRIES - 1
+    assert gate.check() is None  # a command of this board had it for a moment
+    lines.num_busy = MAX_GPIO_TRIES
+    assert gate.check().reason == "its switch is not known"
+    assert lines.num_open == 0
+    settings = lines.gpiod.line.Direction.INPUT, lines.gpiod.line.Bias.PULL_UP
+    assert set(lines.asked) == {(str(tmp_path / "dev/gpiochip0"), name, *settings)}
+
+
+def test_a_gpio_chip_that_is_none_lets_nothing_be_trained_and_is_named(tmp_path):
+    pytest.importorskip("gpiod", reason="gpiod is not installed: pip install -e '.[gpio]'")
+    plant(tmp_path, {"dev/gpiochip0": ""})
+    for gpio, why in (("/dev/gpiochip0:1", "Inappropriate ioctl"), ("/dev/gpiochip1:1", "No such file")):
+        save_conditions(tmp_path, f'[conditions.switch]\ngpio = "{gpio}"\n'.encode())
+        assert f"conditions.switch.gpio {gpio}: " in (
+            reason := ConditionGate(tmp_path, board=BoardReader(tmp_path)).check().reason
+        )
+        assert why in reason
+
+
+def test_a_gpio_line_without_gpiod_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gpiod", None)
+    with pytest.raises(ConfigError, match=r"edgefl-fleet\[gpio\]"):
+        SwitchReader(Switch(gpio="/dev/gpiochip0:1"), tmp_path)
 
 
 def test_a_topic_with_wildcards_is_refused_by_the_name_of_its_setting(tmp_path):
