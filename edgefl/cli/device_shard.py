@@ -69,13 +69,23 @@ def _parse_conditions(_context: click.Context, _option: click.Parameter, values:
     metavar="DAYS",
     help="Compare the newest days with all before, column by column.",
 )
+@click.option(
+    "--pictures",
+    "sheet",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.png",
+    help="Write the newest pictures of each class on one sheet, and print nothing else.",
+)
 @state_option
 @text_format_option
-def show(place: str, days: float | None, root: Path | None, style: str) -> None:
+def show(place: str, days: float | None, sheet: Path | None, root: Path | None, style: str) -> None:
     """Print what lies in a collected shard: classes, times, the newest examples, and which runs have used it."""
     from edgefl.device.collect.shard_contents import measure_recent_drift, read_contents  # noqa: PLC0415 fast start
 
     folder = find_shard_folder(place, root)
+    if sheet is not None:
+        _write_pictures(folder, sheet)
+        return
     contents, uses = read_contents(folder), _find_uses(folder, root, -math.inf)
     drift = None if days is None else measure_recent_drift(folder, days)
     if style == "json":
@@ -98,6 +108,18 @@ def show(place: str, days: float | None, root: Path | None, style: str) -> None:
         ks = "" if found.ks is None else f", ks {found.ks:.2f}"
         echo(f"  drift of {found.name}: psi {found.psi:.2f}{ks}, {found.num_reference} then, {found.num_newer} now")
     _print_uses(uses)
+
+
+def _write_pictures(folder: Path, sheet: Path) -> None:
+    from edgefl.device.collect.shard_contents import write_picture_sheet  # noqa: PLC0415 fast start
+
+    if sheet.suffix.lower() != ".png":
+        raise UsageError(f"--pictures must be a name that ends in .png, got {str(sheet)!r:.80}")
+    try:
+        num_pictures = write_picture_sheet(folder, sheet)
+    except OSError as error:
+        raise UsageError(f"--pictures {sheet} cannot be written: {error.strerror or error}") from None
+    echo(f"{num_pictures} pictures of {folder} are in {sheet}")
 
 
 @click.command()

@@ -53,6 +53,30 @@ def test_what_lies_in_a_shard_of_rows_and_of_files_is_shown(run, tmp_path):
     assert run("device", "shard", "show", tmp_path).code == 40
 
 
+def test_the_newest_pictures_of_each_class_are_on_one_sheet_that_only_its_owner_may_read(run, tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install -e '.[pictures]'")
+    folder, sheet = tmp_path / "birds", tmp_path / "sheet.png"
+    with open_file_store(folder, LIMITS, "oldest") as store:
+        for label, level, count in (("robin", 200, 10), (".unlabelled", 60, 1)):
+            for number in range(count):
+                content = io.BytesIO()
+                pillow.new("L", (20, 10), level + number).save(content, "PNG")
+                store.add(content.getvalue(), label, ".png", float(number + level))
+        store.add(b"no picture", "robin", ".png", 999.0)
+        store.commit(store.state, 1000.0)
+    assert f"9 pictures of {folder}" in run("device", "shard", "show", folder, "--pictures", sheet).out
+    assert sheet.stat().st_mode & 0o777 == 0o600
+    with pillow.open(sheet) as picture:
+        assert picture.size == (8 * 96, 2 * (96 + 16))
+        rows = [[picture.getpixel((column * 96 + 48, row * 112 + 60))[0] for column in range(8)] for row in (0, 1)]
+    assert rows == [[60] + [255] * 7, list(range(209, 201, -1))]
+    for name, reason in (("sheet.jpg", "ends in .png"), ("none/sheet.png", "cannot be written: No such file")):
+        failed = run("device", "shard", "show", folder, "--pictures", tmp_path / name)
+        assert (failed.code, reason in failed.err) == (2, True)
+    _fill(tmp_path / "room")
+    assert "has no picture" in run("device", "shard", "show", tmp_path / "room", "--pictures", sheet).err
+
+
 def test_the_drift_of_the_newest_days_is_that_of_each_column_to_all_before(run, refused, tmp_path, monkeypatch):
     day_s, folder = 86_400.0, tmp_path / "room"
     with open_row_store(folder, ("temp", "still", "who"), LIMITS) as store:

@@ -1,19 +1,21 @@
-"""Contents of a collected shard: how much there is of which class and when, its newest examples, and its drift."""
+"""Contents of a collected shard: how much of which class and when, its newest examples and pictures, its drift."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import DataError, NotFoundError
 from edgefl.core.types import derive_rng
 from edgefl.device.collect.file_store import UNLABELLED, list_class_files, list_files, read_file_time
 from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows
 from edgefl.device.collect.store_state import StoreState, read_store_state
+from edgefl.system.atomic_files import open_atomic
 from edgefl.system.row_labels import LabelKind, read_row_labels
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ NUM_SPANS, NUM_EXAMPLES = 10, 3
 MAX_COMPARED = 20_000
 """Examples of each side of a drift: a random sample of more."""
 DAY_S = 86_400.0
+NUM_PICTURES, PICTURE_PIXELS, TEXT_PIXELS = 8, 96, 16
+"""Of a class on a sheet of pictures, and heights of a picture and of a line of text."""
 _HIDDEN = frozenset({"span", "check"})
 _EVERYTHING = ForgetRequest(since_s=0.0, until_s=math.inf)
 
@@ -77,6 +81,50 @@ def read_contents(folder: Path) -> ShardContents:
     if weak := count_weak(folder, state):
         found.classes[WEAK] = weak
     return found
+
+
+def write_picture_sheet(folder: Path, path: Path) -> int:
+    """Writes the newest pictures of each class as one PNG, a row for each class, that only its owner may read.
+
+    A file that is no picture, or damaged, is left out.
+
+    Returns:
+        the number of pictures.
+
+    Raises:
+        NotFoundError: no collector has written into the folder.
+        StoreError: its state cannot be read.
+        DataError: it has no picture.
+        TaskError: Pillow is not installed.
+        OSError: the sheet cannot be written.
+    """
+    from edgefl.tasks.datasets.class_folders import import_pillow, read_picture  # noqa: PLC0415 only for pictures
+    from edgefl.tasks.registry import import_extra  # noqa: PLC0415 likewise
+
+    require_state(folder)
+    pillow, by_class = import_pillow(), dict[str, list[Path]]()
+    for file in sorted(list_files(folder), reverse=True):
+        by_class.setdefault(file.label, []).append(folder / file.label / file.name)
+    rows = dict[str, list[Any]]()
+    for label, files in sorted(by_class.items()):
+        for file_path in files:
+            with contextlib.suppress(DataError):  # such as a sound
+                pixels = read_picture(file_path, size=PICTURE_PIXELS, channels=3).transpose(1, 2, 0)
+                rows.setdefault(label, []).append(pillow.fromarray(pixels))
+            if len(rows.get(label, ())) == NUM_PICTURES:
+                break
+    if not rows:
+        raise DataError(f"{folder} has no picture")
+    height = PICTURE_PIXELS + TEXT_PIXELS
+    sheet = pillow.new("RGB", (PICTURE_PIXELS * NUM_PICTURES, height * len(rows)), "white")
+    draw = import_extra("PIL.ImageDraw", "pictures are drawn with Pillow").Draw(sheet)
+    for number, (label, pictures) in enumerate(rows.items()):
+        draw.text((2, number * height + 2), f"{label} ({len(by_class[label])})", fill="black")
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture, (column * PICTURE_PIXELS, number * height + TEXT_PIXELS))
+    with open_atomic(path) as stream:
+        sheet.save(stream, "PNG")
+    return sum(map(len, rows.values()))
 
 
 def count_weak(folder: Path, state: StoreState) -> dict[str, int]:
