@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.registry import parse_spec
-from edgefl.core.config import SplitSection
 from edgefl.core.errors import CodecError
 from edgefl.core.protocol import SPLIT_LABEL_BYTES, SPLIT_LOSS_BYTES
 from edgefl.core.types import Array, ModelSpec, Tensor, TensorSpec, derive_rng
+
+if TYPE_CHECKING:
+    from edgefl.core.config import SplitSection
 
 _NAME = "batch"
 

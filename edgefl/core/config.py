@@ -28,7 +28,7 @@ from edgefl.core.settings import (
     list_options,
     suggest_name,
 )
-from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
+from edgefl.core.types import ACCELERATOR_PATTERN, APP_JOB_PREFIX, BASE_SUFFIX, Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 Backend = Literal["auto", "onnx", "torch", "numpy"]
@@ -48,11 +48,8 @@ ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
 DEFAULT_RANK = 8
-BASE_SUFFIX = ".safetensors"
-"""Suffix of the file of a pretrained base."""
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
-ACCELERATOR_PATTERN = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):[0-9]{1,5}")
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -31,6 +32,10 @@ Scalar = str | int | float | bool
 Indices = Mapping[str, Array]
 
 V = TypeVar("V")
+
+ACCELERATOR_PATTERN = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+BASE_SUFFIX = ".safetensors"
+"""Suffix of the file of a pretrained base."""
 
 PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
 NOT_FINITE = "the update holds a NaN or an infinity"

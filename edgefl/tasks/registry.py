@@ -11,11 +11,10 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edgefl.core.config import ACCELERATOR_PATTERN
 from edgefl.core.errors import EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import OptionType, check_options, list_options
-from edgefl.core.types import Scalar, Task
+from edgefl.core.types import ACCELERATOR_PATTERN, Scalar, Task
 from edgefl.tasks.augmentation import find_augment
 from edgefl.tasks.losses.registry import find_loss
 

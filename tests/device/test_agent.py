@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -211,3 +213,10 @@ def test_a_board_without_work_of_its_own_checks_nothing_at_a_failed_connect():
     agent = SimpleNamespace(_away_since_s=None, _trainer=trainer)  # neither gate nor liveness
     assert not Agent._work_offline(agent)
     assert len(asked) == 1
+
+
+def test_an_agent_loads_neither_run_files_nor_readers_of_tables_until_a_run_needs_them():
+    heavy = ["edgefl.core.config", "edgefl.tasks.datasets.table_files", "edgefl.tasks.datasets.class_folders"]
+    program = f"import sys; import edgefl.device.agent; print(*set({heavy}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

@@ -21,10 +21,10 @@ from edgefl.coordinator.runs.checkpointing import (
     load_guard_state,
 )
 from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
-from edgefl.core.config import BASE_SUFFIX, JOB_STRATEGY, RunConfig
+from edgefl.core.config import JOB_STRATEGY, RunConfig
 from edgefl.core.errors import JournalError, UsageError
 from edgefl.core.safe_parsing import SHA256, parse_json
-from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy, Update
+from edgefl.core.types import BASE_SUFFIX, Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy, Update
 from edgefl.engine.progress import DeviceWork, PriorProgress, RoundCounter
 from edgefl.storage.checkpoints import (
     Checkpoint,

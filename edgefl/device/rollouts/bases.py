@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edgefl.core.config import BASE_SUFFIX
 from edgefl.core.errors import DataError, NetworkError, TaskError
 from edgefl.core.protocol import BASES_PATH
-from edgefl.core.types import derive_rng
+from edgefl.core.types import BASE_SUFFIX, derive_rng
 from edgefl.device.rollouts.download import PART_SUFFIX, DownloadSource, RemoteFile, download_file
 from edgefl.system.atomic_files import compute_sha256
 from edgefl.system.retries import Backoff

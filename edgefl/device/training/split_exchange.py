@@ -8,14 +8,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlencode
 
 import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.split_bodies import BatchCodec
-from edgefl.core.config import SplitSection
 from edgefl.core.errors import (
     CodecError,
     DataError,
@@ -33,6 +32,9 @@ from edgefl.device.rollouts.download import DownloadSource
 from edgefl.system.https_client import KeptConnection
 from edgefl.system.retries import Backoff, RateLimitedLog
 from edgefl.tasks.learners.torch_split import compute_loss_gradient
+
+if TYPE_CHECKING:
+    from edgefl.core.config import SplitSection
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class SplitPlan:
         """
         if header is None:
             return None
+        from edgefl.core.config import SplitSection  # noqa: PLC0415 a device without it saves its memory
+
         if not isinstance(header, Mapping):
             raise DataError("the instruction's split must be a table")
         values = dict(header)

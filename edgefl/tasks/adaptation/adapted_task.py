@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Task, Tensors, TensorSpec, derive_rng
 from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner
 from edgefl.tasks.adaptation.parts import ModelParts, select_parts
+
+if TYPE_CHECKING:
+    from edgefl.core.config import AdaptSection
 
 ADAPTER_RATE_SHARE = 0.2
 """Of the task's learning rate where factors are trained: with the whole rate of digits, they diverge."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.core.config import BASE_SUFFIX
 from edgefl.core.errors import ConfigError, DataError, NotFoundError, UsageError
 from edgefl.core.protocol import validate_slug
 from edgefl.core.safe_parsing import SHA256, parse_json
+from edgefl.core.types import BASE_SUFFIX
 from edgefl.system.atomic_files import (
     compute_sha256,
     copy_file,

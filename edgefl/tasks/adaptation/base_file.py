@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from edgefl.core.config import AdaptSection, adapt_to_json
 from edgefl.core.errors import DataError
 from edgefl.core.safe_parsing import SHA256
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import Array, Json
+
+if TYPE_CHECKING:
+    from edgefl.core.config import AdaptSection
 
 KNOWN_TYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 """Types of a file's tensors that NumPy knows, by the names of safetensors."""
@@ -40,6 +42,8 @@ class AdaptPlan:
         """
         if header is None:
             return None
+        from edgefl.core.config import AdaptSection  # noqa: PLC0415 a device without it saves its memory
+
         if not isinstance(header, Mapping):
             raise DataError("the instruction's adapt must be a table")
         values = dict(header)
@@ -52,6 +56,8 @@ class AdaptPlan:
 
     def to_json(self) -> Json:
         """Returns the header that `parse` reads."""
+        from edgefl.core.config import adapt_to_json  # noqa: PLC0415 a device without it saves its memory
+
         section = {name: value for name, value in adapt_to_json(self.section).items() if value is not None}
         return {**section, "base": self.sha256, "base_bytes": self.num_bytes}
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import ModelSpec, TensorKind, TensorSpec
+
+if TYPE_CHECKING:
+    from edgefl.core.config import AdaptSection
 
 FACTOR_A, FACTOR_B = ".lora_a", ".lora_b"
 """Suffixes of the names of an adapter's two factors, after the name of their tensor."""

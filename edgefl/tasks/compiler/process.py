@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgefl.core.config import BASE_SUFFIX
-from edgefl.core.types import Json
+from edgefl.core.types import BASE_SUFFIX, Json
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.processes import serve_call
 from edgefl.tasks.compiled.artefact import compute_sha256

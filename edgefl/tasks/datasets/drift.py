@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Task, Tensors, derive_rng
 from edgefl.tasks.analyses.columns import TARGET, Columns, select_columns
@@ -138,6 +137,7 @@ def measure_feature_drift(task: Task, model: Tensors, reference: Dataset, newer:
 
 def _compute_features(task: Task, model: Tensors, data: Dataset) -> Array:
     """Returns what the last layer gets of examples, [n, size]."""
+    from edgefl.core.config import AdaptSection  # noqa: PLC0415 a device without it saves its memory
     from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner  # noqa: PLC0415 a board's start is light
     from edgefl.tasks.adaptation.parts import select_parts  # noqa: PLC0415 likewise
 

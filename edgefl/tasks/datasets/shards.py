@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, Inputs, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
-from edgefl.tasks.datasets.class_folders import survey_class_folders, survey_sounds
-from edgefl.tasks.datasets.table_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
 from edgefl.tasks.registry import CONFIGURED, make_task
@@ -38,6 +36,9 @@ from edgefl.tasks.stored_arrays import (
     select_rows,
 )
 
+if TYPE_CHECKING:
+    from edgefl.tasks.datasets.table_files import Survey
+
 # A service with a user of its own must be able to read its operator's files.
 SHARD_FILE_MODE = 0o644
 METADATA_VERSION = 1
@@ -46,15 +47,6 @@ MAX_METADATA_BYTES = 4 * 1024 * 1024
 _ARRAYS = ("inputs", "labels")
 _WEIGHTS = "weights"
 _INPUT_PREFIX = "inputs."
-_SURVEYS: Mapping[str, Callable[..., Survey]] = {
-    "audio": survey_sounds,
-    "pictures": survey_class_folders,
-    "series": survey_table,
-    "table": survey_table,
-    "text": survey_table,
-}
-"""What counts the examples of a configured task's shard without its run file."""
-
 HASH_BYTES = 8
 MAX_OPEN_FILES = 64
 """Files of a folder, the largest, that stay open for that; the inputs of the others are held in memory."""
@@ -329,9 +321,19 @@ def inspect_shard(name: str, path: str, *, is_detailed: bool = False) -> ShardRe
         card = _check_card(Path(path), name)
         count, details = card.num_examples, tuple(f"{option} = {text}" for option, text in card.options.items())
     else:
-        survey = _SURVEYS[name](Path(path), name, is_detailed=is_detailed)
+        survey = _find_survey(name)(Path(path), name, is_detailed=is_detailed)
         count, details = survey.num_examples, survey.details
     return ShardReport(task=name, path=path, num_examples=count, counts={}, missing_labels=(), details=details)
+
+
+def _find_survey(name: str) -> Callable[..., Survey]:
+    """Returns what counts the examples of a configured task's shard without its run file."""
+    from edgefl.tasks.datasets.class_folders import survey_class_folders, survey_sounds  # noqa: PLC0415 memory
+    from edgefl.tasks.datasets.table_files import survey_table  # noqa: PLC0415 likewise
+
+    if name in ("series", "table", "text"):
+        return survey_table
+    return survey_sounds if name == "audio" else survey_class_folders
 
 
 def check_shard(task: Task, path: str) -> ShardReport:

@@ -11,10 +11,9 @@ from gated_jobs import Greeting
 
 from edgefl import __version__
 from edgefl.compression.codec import make_codec
-from edgefl.core.config import BASE_SUFFIX
 from edgefl.core.errors import TaskError
 from edgefl.core.protocol import COMPILED_KEY, model_fingerprint
-from edgefl.core.types import derive_rng
+from edgefl.core.types import BASE_SUFFIX, derive_rng
 from edgefl.device.hardware import providers
 from edgefl.device.training.instruction import LEASE_S, FullModelRequiredError, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
