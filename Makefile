@@ -83,7 +83,7 @@ $(FLOWER_VENV)/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv --clear $(FLOWER_VENV)
 	@$(BIN)/python -c '$(SITE_PACKAGES)' >$(FLOWER_VENV)/paths; echo "$(CURDIR)" >>$(FLOWER_VENV)/paths
 	@mv $(FLOWER_VENV)/paths "$$($(FLOWER_VENV)/bin/python -c '$(SITE_PACKAGES)')/tested.pth"
-	$(FLOWER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEWEST_FLOWER)
+	$(FLOWER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade $(NEWEST_FLOWER)
 	@touch $@
 
 test-flower: $(FLOWER_VENV)/.installed

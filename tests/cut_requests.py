@@ -109,7 +109,7 @@ def make_bearer_headers(token: str) -> Headers:
 def make_signed_headers(coordinator: Any) -> Headers:
     """Returns the headers of requests of the device `pi`, whose key is registered here, by method and path."""
     key = create_key()
-    node_id = coordinator._superlink.register(export_public_key(key), "pi")
+    node_id = coordinator._superlink.register(export_public_key(key))
     coordinator._registry.add("pi", node_id=node_id, role="trainer", groups=(), examples={"digits": 9})
     signer = RequestSigner(key, time.time)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 CHUNK = "ArrayChunk"
@@ -39,6 +40,20 @@ def parse_object(content: bytes) -> FlowerObject:
     if not divider or not all(map(_ID.fullmatch, ids)) or int(length) != len(body):
         raise ValueError(f"an object of {len(content)} bytes whose head makes no sense: {head[:80]!r}")
     return FlowerObject(kind, ids, body)
+
+
+def encode_object(kind: str, body: bytes, children: Iterable[str] = ()) -> bytes:
+    """Returns an object: its kind, its body, and the ids of those that it refers to, each once."""
+    return b"".join((_encode_head(kind, children, len(body)), body))
+
+
+def encode_chunk(*parts: bytes | memoryview) -> bytes:
+    """Returns an object of the kind `CHUNK` with these bytes, one after the other."""
+    return b"".join((_encode_head(CHUNK, (), sum(map(len, parts))), *parts))
+
+
+def _encode_head(kind: str, children: Iterable[str], length: int) -> bytes:
+    return f"{kind} {','.join(children)} {length}".encode() + b"\0"
 
 
 def parse_chunk(content: bytes) -> bytes:

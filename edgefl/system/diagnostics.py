@@ -6,6 +6,7 @@ Read-only. Time comes as an argument; each finding is one line, with a remedy.
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from edgefl import DISTRIBUTION, __version__
 
 MIN_PYTHON = (3, 11)
 FLOWER_RELEASES = ("1.41", "1.42")
-"""The supported minor releases, oldest first: private modules are used."""
+"""The minor releases that the tests run with, oldest first; older ones are not supported."""
 REPORTED_PACKAGES = ("flwr", "numpy", "cryptography", "paho-mqtt", "onnxruntime", "torch")
 MIN_DAYS_LEFT = 30
 MIN_DAYS_LEFT_RENEWED = 15
@@ -63,14 +64,18 @@ def check_software() -> list[Finding]:
     findings = [ok("versions", f"edgefl {__version__}, Python {platform.python_version()}, {description}")]
     if sys.version_info[:2] < MIN_PYTHON:
         findings.append(problem("versions", f"Python {platform.python_version()} is too old", "install Python 3.11"))
-    flower = versions["flwr"]
-    if flower is None or not flower.startswith(tuple(f"{release}." for release in FLOWER_RELEASES)):
-        description = f"flwr {flower} is installed" if flower else "flwr is not installed"
-        needed = f"edgefl is tested with {' and '.join(FLOWER_RELEASES)}"
-        findings.append(
-            problem("versions", f"{description}, {needed}", f"pip install 'flwr=={FLOWER_RELEASES[-1]}.*'")
-        )
-    return [*findings, *_check_foreign_packages()]
+    return [*findings, *check_flower(versions["flwr"]), *_check_foreign_packages()]
+
+
+def check_flower(version: str | None) -> list[Finding]:
+    """Returns what is wrong with an installed version of Flower, None where none is."""
+    release = None if version is None else re.match(r"(\d+)\.(\d+)", version)
+    tested = f"edgefl is tested with {' and '.join(FLOWER_RELEASES)}"
+    remedy = f"pip install 'flwr=={FLOWER_RELEASES[-1]}.*'"
+    oldest, newest = ([*map(int, name.split("."))] for name in (FLOWER_RELEASES[0], FLOWER_RELEASES[-1]))
+    if release is None or (found := [*map(int, release.groups())]) < oldest:
+        return [problem("versions", f"flwr {version or 'none'} is installed, {tested}", remedy)]
+    return [warning("versions", f"flwr {version} is installed, {tested}", remedy)] if found > newest else []
 
 
 def _check_foreign_packages() -> list[Finding]:

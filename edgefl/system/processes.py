@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from edgefl.core import errors
 from edgefl.core.errors import EdgeflError
@@ -65,10 +64,6 @@ ARROW_MEMORY_OPTIONS = {"MIMALLOC_ARENA_EAGER_COMMIT": "0", "MIMALLOC_PURGE_DELA
 
 BLOCKED_MODULES = ("httpx._main",)
 """Optional imports of libraries: command lines and terminal output."""
-STUBBED_MODULES = (
-    "flwr.client", "flwr.clientapp", "flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc",
-)  # fmt: skip
-"""Unused imports of `flwr`: a device runs no Flower app and no server, and uses the Fleet API over HTTP, not gRPC."""
 
 
 @contextlib.contextmanager
@@ -393,19 +388,6 @@ def _send_keepalives(notifier: SystemdNotifier, monitor: LivenessMonitor, stop: 
             return
 
 
-class _StubModule(ModuleType):
-    """Stub module: imports of it and its names succeed, their use raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def raise_unavailable(*_: object, **__: object) -> None:
-            raise RuntimeError(f"a device's process does without {self.__name__}, so there is no {name}")
-
-        return raise_unavailable
-
-
 def reduce_memory() -> None:
     """Reduces this process's memory; call before heavy imports and threads.
 
@@ -422,5 +404,3 @@ def reduce_memory() -> None:
         os.environ.setdefault(name, value)
     for name in BLOCKED_MODULES:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None means: not to be imported
-    for name in STUBBED_MODULES:
-        sys.modules.setdefault(name, _StubModule(name))

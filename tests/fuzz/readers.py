@@ -163,7 +163,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "fleet-stock": _entry(
             api_readers.stock_replies,
-            "coordinator/flower/superlink.py:_measure_object",
+            "coordinator/flower/stock_messages.py:decode_objects",
             "coordinator/flower/superlink.py:_decode_stock_reply",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),

@@ -79,7 +79,7 @@ class Membership:
         is_supernode, examples = record.role == SUPERNODE, dict(record.examples)
         if capabilities is not None and not is_supernode:
             examples = bound_reported_examples({}, capabilities.shards)
-        node_id = self._superlink.register(public_key, device_id, is_supernode=is_supernode)
+        node_id = self._superlink.register(public_key, is_supernode=is_supernode)
         if record.node_id is None:
             self._remove_previous(device_id, node_id)
             with self._store.batch(durable=True):

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgefl.coordinator.connections import find_pending_slot
 from edgefl.core.errors import NotAllowedError
+from edgefl.core.fleet_messages import FLEET_PREFIX, PULL_MESSAGES, PULL_OBJECT, PUSH_MESSAGES, PUSH_OBJECT
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
     CHUNK_BYTES,
@@ -34,9 +35,6 @@ from edgefl.core.protocol import (
 
 log = logging.getLogger(__name__)
 
-FLEET_PREFIX = "/v1/fleet/"
-PULL_MESSAGES, PULL_OBJECT = "pull-messages", "pull-object"
-PUSH_MESSAGES, PUSH_OBJECT = "push-messages", "push-object"
 MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
 """Maximum size of a reply's chunk: salted, with Flower's header."""
 MAX_PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096

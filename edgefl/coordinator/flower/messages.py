@@ -62,6 +62,11 @@ class ReplyAssembler(Generic[R]):
         with self._lock:
             return self._partial[session_id][0] if session_id in self._partial else None
 
+    def is_missing(self, session_id: str, object_id: str) -> bool:
+        """Returns whether a chunk of the reply of a session is missing."""
+        with self._lock:
+            return session_id in self._partial and object_id in self._partial[session_id][1]
+
     def add_object(self, session_id: str, object_id: str) -> R | None:
         """Returns the reply of a session if this was its last missing chunk."""
         with self._lock:

@@ -1,8 +1,6 @@
-"""Flower's SuperNode as a library: the only device module that imports Flower's private modules.
+"""What a SuperNode is to Flower's Fleet API, without Flower: pulls instructions and pushes replies.
 
-Pulls instructions and pushes replies. None of Flower's stock loops is used: they end their own process on errors
-that a board has to survive (an unreachable coordinator, a clock that is hours off). Errors are mapped to the few
-classes below, and the agent decides.
+A board needs no package of Flower for it. Errors are mapped to the few classes below, and the agent decides.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import datetime as dt
 import hashlib
 import itertools
 import json
-import logging
 import os
 import ssl
 from collections.abc import Callable, Iterator
@@ -21,19 +18,31 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
-from flwr.app import ConfigRecord, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.app.message.arraychunk import ArrayChunk
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
-from flwr.supernode.fleet_http_client import FleetHttpClient
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from edgefl.core.conditions import Blocker, ConditionsEndedError
-from edgefl.core.errors import ClonedError, NetworkError
-from edgefl.core.flower_objects import compute_object_id, parse_chunk
+from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
+from edgefl.core.fleet_messages import (
+    ACTIVATE_NODE,
+    FLEET_PREFIX,
+    MEDIA_TYPE,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    REQUESTS,
+    RESPONSES,
+    Message,
+    Metadata,
+    Node,
+    ObjectTree,
+    find_value,
+    make_content,
+    parse_protobuf,
+)
+from edgefl.core.flower_objects import compute_object_id, encode_chunk, parse_chunk
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
     CHUNK_BYTES,
@@ -81,19 +90,28 @@ class ReplyRejectedError(NetworkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledInstruction:
-    """Instruction of the coordinator, to train or to evaluate; `message` is Flower's, used by `create_reply`.
+    """Instruction of the coordinator, to train or to evaluate; `metadata` is Flower's, used by `create_reply`.
 
     With a `blocker` its body was left where it is: this board may not fetch it.
     """
 
-    message: Message
+    metadata: Any
     header: Json
     body: bytes
     blocker: Blocker | None = None
 
     @property
     def is_evaluation(self) -> bool:
-        return self.message.metadata.message_type == EVALUATE
+        return bool(self.metadata.message_type == EVALUATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReply:
+    """Reply to an instruction; `metadata` is Flower's, `header` JSON."""
+
+    metadata: Any
+    header: str
+    body: bytes
 
 
 class RequestSigner:
@@ -106,8 +124,9 @@ class RequestSigner:
     """
 
     def __init__(self, private_key_pem: bytes, clock: Callable[[], float], instance: str = "") -> None:
-        self._key, self._clock, self._instance = bytes_to_private_key(private_key_pem), clock, instance
-        self.public_key = public_key_to_bytes(self._key.public_key())
+        self._key = cast("EllipticCurvePrivateKey", load_pem_private_key(private_key_pem, password=None))
+        self._clock, self._instance = clock, instance
+        self.public_key = self._key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         self._encoded_key = base64.b64encode(self.public_key).decode()
         self._name, self._numbers = os.urandom(8).hex(), itertools.count()
 
@@ -130,7 +149,7 @@ class RequestSigner:
             **({INSTANCE_HEADER: self._instance} if self._instance else {}),
             **({STAMP_HEADER: stamp} if stamp else {}),
         }
-        signature = sign_message(self._key, make_signed_request(method, target, headers))
+        signature = self._key.sign(make_signed_request(method, target, headers), ECDSA(SHA256()))
         return {
             **headers,
             KEY_HEADER: self._encoded_key,
@@ -138,37 +157,38 @@ class RequestSigner:
         }
 
 
-class _SigningInterceptor:
-    """Interceptor of Flower's client that signs requests and repeats the coordinator's stamp."""
+class _FleetClient:
+    """Client of the Fleet API on a keep-alive connection without proxies, trusting only our CA.
 
-    def __init__(self, signer: RequestSigner, stamp: str) -> None:
+    Signs requests, and repeats the coordinator's stamp.
+    """
+
+    def __init__(self, address: str, tls_context: ssl.SSLContext, signer: RequestSigner, stamp: str) -> None:
         self._signer, self.stamp = signer, stamp
+        transport = PooledHttpTransport(tls_context, timeout_s=REQUEST_TIMEOUT_S)
+        self._http = httpx.Client(transport=transport, base_url=f"https://{address}", trust_env=False)
 
-    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        request: httpx.Request = context.request
-        target = request.url.raw_path.decode("ascii")
-        message = context.message
-        body_hash = compute_push_hash(message) if isinstance(message, PushObjectRequest) else None
-        signed = self._signer.sign(request.method, target, request.read(), body_hash=body_hash, stamp=self.stamp)
-        request.headers.update(signed)
-        response = call_next(context)
+    def close(self) -> None:
+        self._http.close()
+
+    def send(self, method: str, message: Any) -> Any:
+        """Returns the response to a request.
+
+        Raises:
+            httpx.HTTPError: no answer, or one of another status than 200.
+            ValueError: the answer is no response.
+        """
+        body, target = message.SerializeToString(), FLEET_PREFIX + method
+        body_hash = compute_push_hash(message) if method == PUSH_OBJECT else None
+        signed = self._signer.sign("POST", target, body, body_hash=body_hash, stamp=self.stamp)
+        response = self._http.post(
+            target, content=body, headers={"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, **signed}
+        )
         self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
         # A response and its stream reference each other, and the request: models would stay until garbage collection.
         response.stream = _EMPTY_STREAM
-        return response
-
-
-class _FleetClient(FleetHttpClient):
-    """Flower's client on a keep-alive connection without proxies, trusting only our CA."""
-
-    def __init__(self, address: str, tls_context: ssl.SSLContext, signer: _SigningInterceptor) -> None:
-        super().__init__(f"https://{address}", interceptors=[signer], verify=tls_context)
-        self._client.close()
-        transport = PooledHttpTransport(tls_context, timeout_s=REQUEST_TIMEOUT_S)
-        self._client = httpx.Client(transport=transport, trust_env=False)
-
-    def close(self) -> None:
-        self._client.close()
+        response.raise_for_status()
+        return parse_protobuf(RESPONSES[method], response.content)
 
 
 class SuperNode:
@@ -197,11 +217,10 @@ class SuperNode:
         self._charge_traffic, self._admit = charge_traffic, admit
         self._instance, self._tls_context, self._clock = instance, tls_context, clock
         self._signer = RequestSigner(private_key_pem, clock, instance)
-        self._interceptor: _SigningInterceptor | None = None
+        self._stamp = ""
         self._client: _FleetClient | None = None
         self._node = Node()
         self._incoming_assignment: str | None = None
-        logging.getLogger("flwr").setLevel(logging.WARNING)
 
     @property
     def incoming_assignment(self) -> str | None:
@@ -226,64 +245,68 @@ class SuperNode:
             NetworkError: no answer.
         """
         self.close()
-        self._interceptor = _SigningInterceptor(self._signer, self._interceptor.stamp if self._interceptor else "")
-        self._client = _FleetClient(address, self._tls_context, self._interceptor)
-        request = ActivateNodeRequest(
-            public_key=self._signer.public_key, heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
+        self._client = _FleetClient(address, self._tls_context, self._signer, self._stamp)
+        response = self._send(
+            ACTIVATE_NODE, public_key=self._signer.public_key, heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
         )
-        self._node = Node(node_id=_send_request(self._client.ActivateNode, request).node_id)
+        self._node = Node(node_id=response.node_id)
 
     def close(self) -> None:
         if self._client is not None:
+            self._stamp = self._client.stamp
             self._client.close()
             self._client = None
 
     def pull(self) -> PulledInstruction | None:
         """Returns the next instruction with its complete body, or None without work."""
-        client = self._require_client()
         self._incoming_assignment = None
-        response = _send_request(client.PullMessages, PullMessagesRequest(node=self._node))
+        response = self._send(PULL_MESSAGES, node=self._node)
         if not response.messages_list:
             return None
         try:
-            message, tree = message_from_proto(response.messages_list[0]), response.message_object_trees[0]
-            header = _parse_header(message)
-            body = b"" if tree.children else cast("bytes", message.content[RECORD_BODY][FIELD_BYTES])
+            message, tree = response.messages_list[0], response.message_object_trees[0]
+            metadata, header = Metadata(), _parse_header(message)
+            metadata.CopyFrom(message.metadata)  # apart: a part of a response keeps all of it in memory
+            body = b"" if tree.children else _check_bytes(find_value(message.content, RECORD_BODY, FIELD_BYTES))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
+        object_ids = [child.object_id for child in tree.children]
+        del response, message, tree
         self._incoming_assignment = header.get("assignment")
         try:
             self._admit(header)
-            self._charge_traffic(len(tree.children) * CHUNK_BYTES or len(body))
+            self._charge_traffic(len(object_ids) * CHUNK_BYTES or len(body))
         except ConditionsEndedError as error:
-            return PulledInstruction(message=message, header=header, body=b"", blocker=error.blocker)
-        if tree.children:
-            body = self._pull_chunks(client, message, [child.object_id for child in tree.children])
-        return PulledInstruction(message=message, header=header, body=body)
+            return PulledInstruction(metadata=metadata, header=header, body=b"", blocker=error.blocker)
+        if object_ids:
+            body = self._pull_chunks(metadata.run_id, object_ids)
+        return PulledInstruction(metadata=metadata, header=header, body=body)
 
-    def _pull_chunks(self, client: _FleetClient, message: Message, object_ids: list[str]) -> bytes:
+    def _pull_chunks(self, run_id: int, object_ids: list[str]) -> bytes:
         chunks: list[bytes] = []
         try:
             for object_id in object_ids:
-                chunks.append(self._pull_chunk(client, message, object_id))  # noqa: PERF401 counted where one fails
+                chunks.append(self._pull_chunk(run_id, object_id))  # noqa: PERF401 counted where one fails
         except NetworkError:
             with contextlib.suppress(ConditionsEndedError):  # what was not begun comes back
                 self._charge_traffic(-CHUNK_BYTES * (len(object_ids) - len(chunks) - 1))
             raise
         return b"".join(chunks)
 
-    def _pull_chunk(self, client: _FleetClient, message: Message, object_id: str) -> bytes:
-        request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
-        response = _send_request(client.PullObject, request)
+    def _pull_chunk(self, run_id: int, object_id: str) -> bytes:
+        response = self._send(PULL_OBJECT, node=self._node, run_id=run_id, object_id=object_id)
         if not response.object_available:
             raise NetworkError("the coordinator has taken the work back while its model was on the way")
-        return parse_chunk(response.object_content)
+        try:
+            return parse_chunk(response.object_content)
+        except ValueError as error:
+            raise NetworkError(f"the coordinator's answer makes no sense: {error}") from None
 
-    def create_reply(self, instruction: PulledInstruction, reply_content: ReplyContent) -> Message:
+    def create_reply(self, instruction: PulledInstruction, reply_content: ReplyContent) -> PreparedReply:
         """Returns the reply to an instruction, which is answered with it."""
         self._incoming_assignment = None
         header, body = reply_content
-        request, now_s = instruction.message.metadata, max(self._clock(), MIN_MESSAGE_TIME_S)
+        request, now_s = instruction.metadata, max(self._clock(), MIN_MESSAGE_TIME_S)
         metadata = Metadata(
             run_id=request.run_id,
             message_id=hashlib.sha256(b"reply" + request.message_id.encode()).hexdigest(),
@@ -294,18 +317,13 @@ class SuperNode:
             created_at=now_s,
             ttl=request.created_at + request.ttl - now_s,
             message_type=request.message_type,
-            src_task_id=request.dst_task_id,
-            dst_task_id=request.src_task_id,
         )
-        content = RecordDict(
-            {
-                RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)}),
-                RECORD_BODY: ConfigRecord({FIELD_BYTES: body}),
-            }
-        )
-        return make_message(metadata=metadata, content=content)
+        for task in ("src_task_id", "dst_task_id"):
+            if request.HasField(task):
+                setattr(metadata, "dst_task_id" if task == "src_task_id" else "src_task_id", getattr(request, task))
+        return PreparedReply(metadata=metadata, header=json.dumps(header), body=body)
 
-    def push(self, reply: Message) -> None:
+    def push(self, reply: PreparedReply) -> None:
         """Sends a reply; idempotent, since equal replies have equal ids and only missing chunks are sent.
 
         Raises:
@@ -313,48 +331,63 @@ class SuperNode:
             UnauthorisedError: unknown key, or the clock is off.
             NetworkError: not sent; try again.
         """
-        client = self._require_client()
-        body = cast("bytes", reply.content[RECORD_BODY][FIELD_BYTES])
-        if len(body) <= INLINE_BODY_BYTES:
-            tree = ObjectTree(object_id=reply.metadata.message_id)
-            self._push_message(client, reply, tree)
+        metadata = Metadata()
+        metadata.CopyFrom(reply.metadata)
+        header = RECORD_HEADER, FIELD_JSON, reply.header
+        if len(reply.body) <= INLINE_BODY_BYTES:
+            content = make_content(header, (RECORD_BODY, FIELD_BYTES, reply.body))
+            self._push_message(metadata, content, ObjectTree(object_id=metadata.message_id))
             return
         chunks_by_id = {
-            compute_object_id(chunk): chunk for chunk in _encode_chunks(reply.metadata.reply_to_message_id, body)
+            compute_object_id(chunk): chunk for chunk in _encode_chunks(metadata.reply_to_message_id, reply.body)
         }
-        root_id, *child_ids = chunks_by_id
-        tree = ObjectTree(object_id=root_id, children=[ObjectTree(object_id=object_id) for object_id in child_ids])
-        header_only = RecordDict({RECORD_HEADER: reply.content[RECORD_HEADER]})
-        root_message = make_message(metadata=_replace_message_id(reply.metadata, root_id), content=header_only)
-        response = self._push_message(client, root_message, tree)
+        metadata.message_id, *child_ids = chunks_by_id
+        children = [ObjectTree(object_id=object_id) for object_id in child_ids]
+        tree = ObjectTree(object_id=metadata.message_id, children=children)
+        response = self._push_message(metadata, make_content(header), tree)
         for object_id in response.objects_to_push:
-            request = PushObjectRequest(
+            if object_id not in chunks_by_id:
+                raise NetworkError("the coordinator asks for a piece that the answer has not")
+            pushed = self._send(
+                PUSH_OBJECT,
                 node=self._node,
-                run_id=reply.metadata.run_id,
+                run_id=metadata.run_id,
                 object_id=object_id,
                 object_content=chunks_by_id[object_id],
                 session_id=response.session_id,
             )
-            if not _send_request(client.PushObject, request).stored:
+            if not pushed.stored:
                 raise NetworkError("the coordinator has not kept a piece of the answer")
 
-    def _push_message(self, client: _FleetClient, message: Message, tree: ObjectTree) -> Any:
-        request = PushMessagesRequest(
-            node=self._node, messages_list=[message_to_proto(message)], message_object_trees=[tree]
-        )
-        return _send_request(client.PushMessages, request)
+    def _push_message(self, metadata: Any, content: Any, tree: Any) -> Any:
+        message = Message(metadata=metadata, content=content)
+        return self._send(PUSH_MESSAGES, node=self._node, messages_list=[message], message_object_trees=[tree])
 
-    def _require_client(self) -> _FleetClient:
+    def _send(self, method: str, **fields: Any) -> Any:
+        """Makes one request of these fields; maps httpx's errors to ours."""
         if self._client is None:
             raise NetworkError("not connected to a coordinator")
-        return self._client
+        try:
+            return self._client.send(method, REQUESTS[method](**fields))
+        except httpx.HTTPStatusError as error:
+            raise _translate_status(error.response) from None
+        except ValueError as error:
+            raise NetworkError(f"the coordinator's answer makes no sense: {error}") from None
+        except httpx.RequestError as error:
+            raise NetworkError(f"no answer from the coordinator: {error or type(error).__name__}") from None
 
 
-def _parse_header(message: Message) -> Json:
+def _check_bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"its body must be bytes, got {type(value).__name__}")
+    return value
+
+
+def _parse_header(message: Any) -> Json:
     """Returns the validated header of an instruction."""
     if message.metadata.message_type not in {TRAIN, EVALUATE}:
         raise ValueError(f"it must be to train or to evaluate, got {message.metadata.message_type!r}")
-    header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
+    header = parse_json(str(find_value(message.content, RECORD_HEADER, FIELD_JSON)))
     used_assignments = header.get("used_assignments", []) if isinstance(header, dict) else None
     if not isinstance(used_assignments, list) or not all(isinstance(name, str) for name in used_assignments):
         raise TypeError("its header must be an object, in which `used_assignments` is a list of texts")
@@ -371,23 +404,7 @@ def _encode_chunks(instruction_id: str, body: bytes) -> Iterator[bytes]:
     view = memoryview(body)
     for start in range(0, len(body), CHUNK_BYTES):
         salt = hashlib.sha256(f"salt {instruction_id} {start}".encode()).digest()[:REPLY_SALT_BYTES]
-        yield ArrayChunk(memoryview(salt + view[start : start + CHUNK_BYTES])).deflate()
-
-
-def _replace_message_id(metadata: Metadata, message_id: str) -> Metadata:
-    return Metadata(
-        run_id=metadata.run_id,
-        message_id=message_id,
-        src_node_id=metadata.src_node_id,
-        dst_node_id=metadata.dst_node_id,
-        reply_to_message_id=metadata.reply_to_message_id,
-        group_id=metadata.group_id,
-        created_at=metadata.created_at,
-        ttl=metadata.ttl,
-        message_type=metadata.message_type,
-        src_task_id=metadata.src_task_id,
-        dst_task_id=metadata.dst_task_id,
-    )
+        yield encode_chunk(salt, view[start : start + CHUNK_BYTES])
 
 
 def _parse_clone_reason(response: httpx.Response) -> str:
@@ -399,21 +416,12 @@ def _parse_clone_reason(response: httpx.Response) -> str:
     return f"the coordinator refuses this agent, a copy: {str(detail)[:500]}"
 
 
-def _send_request(rpc: Callable[[Any], Any], request: Any) -> Any:
-    """Makes one request; maps Flower's and httpx's errors to ours."""
-    try:
-        return rpc(request)
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        detail = f"coordinator answered {status}: {error.response.text[:200]}"
-        if status == CLONED_STATUS:
-            raise ClonedError(_parse_clone_reason(error.response)) from None
-        if status == 401:
-            raise UnauthorisedError(detail) from None
-        if status in {403, 413}:
-            raise ReplyRejectedError(detail) from None
-        raise NetworkError(detail) from None
-    except ValueError as error:  # raised by Flower for a body that is no protobuf
-        raise NetworkError(f"the coordinator's answer makes no sense: {error}") from None
-    except httpx.RequestError as error:
-        raise NetworkError(f"no answer from the coordinator: {error or type(error).__name__}") from None
+def _translate_status(response: httpx.Response) -> EdgeflError:
+    """Returns the error for an answer of another status than 200."""
+    status = response.status_code
+    detail = f"coordinator answered {status}: {response.text[:200]}"
+    if status == CLONED_STATUS:
+        return ClonedError(_parse_clone_reason(response))
+    if status == 401:
+        return UnauthorisedError(detail)
+    return ReplyRejectedError(detail) if status in {403, 413} else NetworkError(detail)

@@ -5,7 +5,6 @@ import contextlib
 import datetime as dt
 import json
 import queue
-import time
 from pathlib import Path
 
 import httpx
@@ -14,13 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flower_apps import write_app
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
-from flwr.app.message import make_message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.message.arraychunk import ArrayChunk
-from flwr.proto import node_pb2
-from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_id,
@@ -36,9 +31,12 @@ from noted_calls import NotedCalls
 from edgefl.coordinator.api.server import WebServer, make_app, open_listener
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
+from edgefl.coordinator.flower.link_state import FleetApiError
 from edgefl.coordinator.flower.stock_messages import MAX_TREE_DEPTH, MAX_TREE_OBJECTS, OVERHEAD_BYTES
 from edgefl.coordinator.flower.superlink import SuperLink, prepare_body
+from edgefl.core import fleet_messages
 from edgefl.core.errors import NetworkError
+from edgefl.core.fleet_messages import REQUESTS
 from edgefl.core.protocol import JOB_LIMITS, KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
 from edgefl.flower.app_bundle import make_bundle, open_app
 from edgefl.flower.app_folder import read_app
@@ -108,7 +106,7 @@ class Site:
         self.web.start()
         self.key = ec.generate_private_key(ec.SECP384R1())
         self.public = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        self.node_id = self.superlink.register(self.public, "node", is_supernode=True)
+        self.node_id = self.superlink.register(self.public, is_supernode=True)
         self.app = app
         self.run = self.superlink.open_run(lambda: make_bundle(app, {**app.config, "num-nodes": 5}))
 
@@ -141,8 +139,7 @@ class Site:
         return [
             len(kept)
             for kept in (
-                state.message_ins_store, state.message_res_store, state.object_store, state.partial_replies,
-                state.stock_instructions, state.stock_store, state._object_push_sessions,
+                state.messages, state.board_store, state.partial_replies, state.stock_instructions, state.stock_store,
             )
         ]  # fmt: skip
 
@@ -175,7 +172,7 @@ def test_a_message_goes_out_as_flower_s_and_its_reply_comes_back_as_a_board_s(si
     assert header == {}
     np.testing.assert_array_equal(content["arrays"].to_numpy_ndarrays()[0], np.ones(3))
     assert reply.bytes_up > 24
-    assert site.leftovers() == [0] * 7
+    assert site.leftovers() == [0] * 5
     held = [held for _, method, held in site.held if method == "pull-messages"]
     assert held == [("run/1",)]
 
@@ -303,7 +300,7 @@ def test_what_cannot_be_taken_of_a_reply_is_refused_and_the_run_is_told(tmp_path
         assert (reply.node_id, reply.instruction_id, reply.body) == (site.node_id, sent, b"")
         assert error in reply.header["error"]
         assert [kind for kind, _, _ in site.rejected] == (["size"] if "request" in act.__name__ else [])
-        assert (site.run.is_known(sent), site.leftovers(), site.replies.qsize()) == (False, [0] * 7, 0)
+        assert (site.run.is_known(sent), site.leftovers(), site.replies.qsize()) == (False, [0] * 5, 0)
 
 
 def test_a_larger_request_of_another_kind_or_node_does_not_end_the_reply(site):
@@ -332,7 +329,7 @@ def test_a_reply_that_is_announced_again_goes_on_and_no_object_counts_twice(site
             node.push_object(reply.metadata.run_id, second, name, objects[name])
         _, content = decode_message(site.reply().body)
     np.testing.assert_array_equal(content["arrays"].to_numpy_ndarrays(), values)
-    assert (site.leftovers(), site.replies.qsize()) == ([0] * 7, 0)
+    assert (site.leftovers(), site.replies.qsize()) == ([0] * 5, 0)
 
 
 def test_the_objects_of_a_reply_are_in_one_file_until_it_is_cancelled(site):
@@ -347,33 +344,30 @@ def test_the_objects_of_a_reply_are_in_one_file_until_it_is_cancelled(site):
         count, state = lambda: len(list(Path("/proc/self/fd").iterdir())), site.superlink.state
         before = count()
         for name, content in contents.items():
-            assert state.store_object(message.metadata.run_id, session, name, content)
+            assert state.add_object(message.metadata.run_id, session, name, content)
         assert count() == before + 1
         site.run.cancel(sent)
         assert count() == before
-    assert site.leftovers() == [0] * 7
+    assert site.leftovers() == [0] * 5
 
 
 def test_a_supernode_cannot_answer_for_another_nor_end_its_work(site):
-    other = site.superlink.register(b"another key", "other", is_supernode=True)
+    other = site.superlink.register(b"another key", is_supernode=True)
     sent = site.send()
     with site.connected() as node:
         message = node.take()
     state = site.superlink.state
-    metadata = Metadata(
-        run_id=message.metadata.run_id, message_id="ef" * 32, src_node_id=other, dst_node_id=1, ttl=60.0,
-        reply_to_message_id=sent, group_id="", created_at=time.time(), message_type="train",
+    metadata = fleet_messages.Metadata(
+        run_id=message.metadata.run_id, message_id="ef" * 32, src_node_id=other, reply_to_message_id=sent,
     )  # fmt: skip
-    tree = ObjectTree(object_id="ab" * 32)
-    reply, session = make_message(metadata=metadata, content=RecordDict()), state.start_session(metadata.run_id)
-    with pytest.raises(FlowerError, match="reply refused"):
-        state.store_message_and_object_tree(reply, tree, session)
+    with pytest.raises(FleetApiError, match="reply refused"):
+        state.add_reply(fleet_messages.Message(metadata=metadata), fleet_messages.ObjectTree(object_id="ab" * 32))
     assert (site.run.is_known(sent), site.replies.empty()) == (True, True)
 
 
 def test_what_a_supernode_announces_changes_nothing_of_what_another_is_sent(site):
     """The ids of a record are known before it is sent, and Flower keeps the children of the first who names them."""
-    other = site.superlink.register(b"another key", "other", is_supernode=True)
+    other = site.superlink.register(b"another key", is_supernode=True)
     content = RecordDict({"config": ConfigRecord({"server-round": 4})})
     known = content["config"].object_id
     site.send()
@@ -383,10 +377,10 @@ def test_what_a_supernode_announces_changes_nothing_of_what_another_is_sent(site
             levels.append(ObjectTree(object_id=f"{number:064x}", children=[doubled] * 2))
             doubled = ObjectTree(object_id=f"{number:064x}")
         announce(node, node.take(), [*levels, ObjectTree(object_id=known, children=[doubled])])
-        assert len(site.superlink.state.object_store) == 0
+        assert len(site.superlink.state.board_store) == 0
         body = encode_envelope({}) + encode_message({"type": "train", "group": "4"}, content)
         sent = site.run.send(other, kind="train", header=HEADER, body=prepare_body(body))
-    tree = site.superlink.state.stock_store.get_object_tree(sent)
+    tree = site.superlink.state.stock_store.get_tree(sent)
     assert [found.object_id for found in iterate_object_tree(tree)] == [known, content.object_id, sent]
 
 
@@ -449,11 +443,11 @@ def test_a_reply_that_unfolds_to_what_no_supernode_sends_is_an_error(site, make,
         children = [ObjectTree(object_id=name) for name in objects if name != root]
         missing, session = node.send(reply, ObjectTree(object_id=root, children=children), 0.1)
         for name in missing:
-            site.superlink.state.store_object(reply.metadata.run_id, session, name, objects[name])
+            site.superlink.state.add_object(reply.metadata.run_id, session, name, objects[name])
         answer = site.reply()
     assert error in answer.header["error"]
     assert answer.body == b""
-    assert site.leftovers() == [0] * 7
+    assert site.leftovers() == [0] * 5
 
 
 def test_a_closed_run_leaves_nothing_and_its_app_stays_for_another_that_has_it(site):
@@ -464,13 +458,13 @@ def test_a_closed_run_leaves_nothing_and_its_app_stays_for_another_that_has_it(s
             announce(node, node.take(), [ObjectTree(object_id="ab" * 32)])
             site.send()
             site.run.close()
-        assert site.leftovers() == [0] * 7
-        assert len(state.fab_store) == 1
+        assert site.leftovers() == [0] * 5
+        assert len(state._fabs) == 1
         assert not site.run.is_known(
             other.send(site.node_id, kind="train", header=HEADER | {"phase": "can"}, body=None)
         )
     site.run.close()
-    assert (len(state.fab_store), site.leftovers()) == (0, [0] * 7)
+    assert (len(state._fabs), site.leftovers()) == (0, [0] * 5)
 
 
 @pytest.mark.parametrize(("key", "off_s", "status"), [("own", 0.0, 200), ("own", -400.0, 401), ("other", 0.0, 401)])
@@ -488,7 +482,7 @@ def ask_signed(site, signer, off_s=0.0):
         TIMESTAMP_HEADER: stamp,
         SIGNATURE_HEADER: base64.b64encode(sign_message(signer, stamp.encode())).decode(),
     }
-    body = PullMessagesRequest(node=node_pb2.Node(node_id=site.node_id)).SerializeToString()
+    body = REQUESTS["pull-messages"](node=fleet_messages.Node(node_id=site.node_id)).SerializeToString()
     trust = create_pinned_context(site.directory.ca_cert.read_bytes())
     with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{site.port}") as client:
         return client.post("/v1/fleet/pull-messages", content=body, headers=headers).status_code

@@ -691,7 +691,7 @@ def add_reachable(worker: RunScheduler, *names: str) -> None:
     registry = worker._context.registry
     registry.record_broker_link(connected=True)
     for name in names:
-        node_id = worker._context.superlink.register(name.encode(), name)
+        node_id = worker._context.superlink.register(name.encode())
         registry.add(name, node_id=node_id, role="trainer", groups=(), examples={"digits": 5})
         registry.record_status(name, status())
 

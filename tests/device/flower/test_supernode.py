@@ -12,11 +12,12 @@ import pytest
 import uvicorn
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.proto.fleet_pb2 import ActivateNodeResponse
 
 from edgefl.coordinator import pki
 from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import NetworkError
+from edgefl.core.fleet_messages import MESSAGES, PULL_MESSAGES, Message, Metadata, ObjectTree, make_content
+from edgefl.core.flower_objects import encode_chunk
 from edgefl.core.protocol import CHUNK_BYTES, FIELD_JSON, RECORD_HEADER
 from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError
 from edgefl.system.https_client import create_pinned_context
@@ -124,7 +125,7 @@ def test_a_coordinator_that_is_away_foreign_or_of_another_ca_is_a_network_error(
 
 def test_an_answer_is_let_go_without_a_garbage_collection(coordinator, make_node):
     """Each holds a model, its request perhaps another one; collections of what is old come once in many rounds."""
-    coordinator.status, coordinator.content = 200, ActivateNodeResponse(node_id=7).SerializeToString()
+    coordinator.status, coordinator.content = 200, MESSAGES["ActivateNodeResponse"](node_id=7).SerializeToString()
     gc.collect()
     gc.disable()
     try:
@@ -140,22 +141,19 @@ def _requests_and_responses():
     return [made for made in gc.get_objects() if isinstance(made, httpx.Request | httpx.Response)]
 
 
-def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_comes_back(make_node, monkeypatch):
+def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_comes_back(make_node):
     node, charged, pulled = make_node(), [], []
-    metadata = SimpleNamespace(message_type="train", run_id=1)
-    message = SimpleNamespace(metadata=metadata, content={RECORD_HEADER: {FIELD_JSON: "{}"}})
-    tree = SimpleNamespace(children=[SimpleNamespace(object_id=str(number)) for number in range(5)])
-    monkeypatch.setattr("edgefl.device.flower.supernode.message_from_proto", lambda _: message)
-    monkeypatch.setattr("edgefl.device.flower.supernode.parse_chunk", lambda *_: b"chunk")
+    content = make_content((RECORD_HEADER, FIELD_JSON, "{}"))
+    message = Message(metadata=Metadata(message_type="train", run_id=1), content=content)
+    tree = ObjectTree(object_id="m", children=[ObjectTree(object_id=str(number)) for number in range(5)])
 
-    def pull_object(_request):
+    def answer(method, _request):
+        if method == PULL_MESSAGES:
+            return SimpleNamespace(messages_list=[message], message_object_trees=[tree])
         pulled.append(1)
-        return SimpleNamespace(object_available=len(pulled) < 3, object_content=b"")
+        return SimpleNamespace(object_available=len(pulled) < 3, object_content=encode_chunk(b"chunk"))
 
-    node._client = SimpleNamespace(
-        PullMessages=lambda _: SimpleNamespace(messages_list=[1], message_object_trees=[tree]),
-        PullObject=pull_object, close=lambda: None,
-    )  # fmt: skip
+    node._client = SimpleNamespace(send=answer, stamp="", close=lambda: None)
     node._charge_traffic = charged.append
     with pytest.raises(NetworkError, match="taken the work back"):
         node.pull()
