@@ -225,7 +225,7 @@ class LinkState:
     def create_node(self, public_key: bytes) -> int:
         """Returns the id of a new node."""
         with self._lock:
-            node_id = self._draw_id(self._keys)
+            node_id = self._sample_id(self._keys)
             self.restore_node(node_id, public_key)
             return node_id
 
@@ -258,7 +258,7 @@ class LinkState:
         fab_hash = "" if fab is None else hashlib.sha256(fab).hexdigest()
         now = dt.datetime.now(dt.UTC).isoformat()
         with self._lock:
-            run_id = self._draw_id(self._runs)
+            run_id = self._sample_id(self._runs)
             self._runs[run_id] = MESSAGES["Run"](
                 run_id=run_id,
                 series_id=run_id,
@@ -458,11 +458,11 @@ class LinkState:
             instruction.error = error
             self._on_stock_reply(instruction)
 
-    def _draw_id(self, taken: Any) -> int:
+    def _sample_id(self, taken: Any) -> int:
         """Returns a random id that is neither taken nor one of Flower's own, 0 and 1."""
-        while (drawn := secrets.randbits(63)) in taken or drawn < 2:
+        while (sampled := secrets.randbits(63)) in taken or sampled < 2:
             pass
-        return drawn
+        return sampled
 
 
 def _encode_setting(name: str, value: Any) -> Any:
