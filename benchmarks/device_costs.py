@@ -96,7 +96,8 @@ def _work(
     **tables: Mapping[str, Any],
 ) -> Work:
     run = {"task": name, "rounds": rounds, "evaluate_on": "none", "backend": backend}
-    run |= {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
+    if micro_batch_size is not None:
+        tables["strategy"] = {**tables["strategy"], "micro_batch_size": micro_batch_size}
     return Work(title=title, tables={"run": run, "devices": {"min": 1}, **tables}, limit_mb=limit_mb)
 
 

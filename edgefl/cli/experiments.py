@@ -502,9 +502,10 @@ def data() -> None:
     help="natural, iid, contiguous (equal parts of the rows as they are), by-class, sorted (such parts of the rows "
     "by class), disorder:F (sorted, but for the fraction F of the rows, which is dealt at random), dirichlet:A, "
     "labels:K (K classes at random), classes:K (K in a row, the next device's K/2 further), "
-    "shards:K (K such parts for each device, dealt at random), redundant:R (every subset of R devices shares a "
+    "shards:K (K such parts for each device, dealt at random), power:P (device i gets a share in proportion to i "
+    "to the power P), redundant:R (every subset of R devices shares a "
     "block) or duplicate:R (devices in groups of R with equal shards). A scheme and a bar before the last two "
-    "cut the blocks: 'sorted|redundant:2'.",
+    "cut the blocks: 'sorted|redundant:2'. Partitioners of flwr-datasets by name: DirichletPartitioner:0.5.",
 )
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of shards.")
 @click.option("--out", type=FOLDER_TYPE, required=True, help="Folder to write into.")

@@ -290,6 +290,7 @@ class DriftClaim:
         num_reference, num_newer: examples of the two.
         mmd: squared maximum mean discrepancy of all columns at once, -2 to 2; None of older releases.
         p_value: how often chance alone makes it as large, 0 to 1; None as `mmd` is.
+        feature_mmd, feature_p_value: likewise of what the last layer of the board's model gets; None without a model.
     """
 
     column: str
@@ -299,18 +300,27 @@ class DriftClaim:
     num_newer: int
     mmd: float | None = None
     p_value: float | None = None
+    feature_mmd: float | None = None
+    feature_p_value: float | None = None
 
     @property
     def is_large(self) -> bool:
-        mmd, p_value = self.mmd or 0.0, 1.0 if self.p_value is None else self.p_value
-        return self.psi > LARGE_DRIFT or (mmd > LARGE_JOINT_DRIFT and p_value <= MAX_JOINT_P)
+        pairs = ((self.mmd, self.p_value), (self.feature_mmd, self.feature_p_value))
+        return self.psi > LARGE_DRIFT or any(
+            mmd is not None and p_value is not None and mmd > LARGE_JOINT_DRIFT and p_value <= MAX_JOINT_P
+            for mmd, p_value in pairs
+        )
 
     def __str__(self) -> str:
         ks = "" if self.ks is None else f", ks {self.ks:.2g}"
-        is_alone = self.mmd is None or self.p_value is None
-        joint = "" if is_alone else f", mmd {self.mmd:.2g} (p {self.p_value:.2g}) of all columns"
+        joint = _format_mmd(self.mmd, self.p_value, "all columns")
+        joint += _format_mmd(self.feature_mmd, self.feature_p_value, "features")
         counts = f"{self.num_newer} examples against {self.num_reference}"
         return f"psi {self.psi:.2g}{ks} of {self.column}{joint}, {counts}"
+
+
+def _format_mmd(mmd: float | None, p_value: float | None, what: str) -> str:
+    return "" if mmd is None or p_value is None else f", mmd {mmd:.2g} (p {p_value:.2g}) of {what}"
 
 
 def parse_drift_claim(value: object) -> DriftClaim | None:
@@ -318,15 +328,15 @@ def parse_drift_claim(value: object) -> DriftClaim | None:
     if not isinstance(value, Mapping):
         return None
     column, psi, ks = value.get("column"), value.get("psi"), value.get("ks")
-    mmd, p_value = value.get("mmd"), value.get("p_value")
+    pairs = [(value.get(f"{what}mmd"), value.get(f"{what}p_value")) for what in ("", "feature_")]
     counts = [value.get(name) for name in ("num_reference", "num_newer")]
     is_right = (
         isinstance(column, str)
         and _is_number(psi, MAX_DRIFT)
         and (ks is None or _is_number(ks, 1.0))
-        and (mmd is None or _is_number(mmd, MAX_MMD, least=-MAX_MMD))
-        and (p_value is None or _is_number(p_value, 1.0))
-        and (mmd is None) == (p_value is None)
+        and all(mmd is None or _is_number(mmd, MAX_MMD, least=-MAX_MMD) for mmd, _ in pairs)
+        and all(p_value is None or _is_number(p_value, 1.0) for _, p_value in pairs)
+        and all((mmd is None) == (p_value is None) for mmd, p_value in pairs)
         and all(_is_number(count, MAX_EXAMPLES) and isinstance(count, int) for count in counts)
     )
     if not is_right:
@@ -337,8 +347,12 @@ def parse_drift_claim(value: object) -> DriftClaim | None:
         ks=None if ks is None else float(ks),
         num_reference=int(cast("int", counts[0])),
         num_newer=int(cast("int", counts[1])),
-        mmd=None if mmd is None else float(mmd),
-        p_value=None if p_value is None else float(p_value),
+        **{
+            f"{what}{name}": float(number)
+            for what, pair in zip(("", "feature_"), pairs, strict=True)
+            for name, number in zip(("mmd", "p_value"), pair, strict=True)
+            if number is not None
+        },
     )
 
 

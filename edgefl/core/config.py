@@ -93,8 +93,6 @@ class RunSection:
             compiled task, which the coordinator makes when the run starts.
         compiled: a compiled task that the coordinator has, by name or SHA-256 (`edgefl base add FILE`); None for one
             that it makes itself where `backend` asks for it.
-        micro_batch_size: examples that a compiled task computes at once, at most; the gradients of a batch's parts
-            add up, in less memory. None takes whole batches. Boards with torch do so always.
         deadline_s: an assignment that takes longer is given up.
         min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
         round_timeout_s: bounds that wait; then `on_timeout` applies once, and after the same time again the run ends.
@@ -123,7 +121,6 @@ class RunSection:
     init: str | None = None
     backend: Backend = "auto"
     compiled: str | None = None
-    micro_batch_size: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_536})
     deadline_s: float | None = field(default=None, metadata={"above": 0})
     min_updates: int | None = field(default=None, metadata={"at_least": 1})
     round_timeout_s: float | None = field(default=None, metadata={"above": 0})

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.random import Generator
@@ -28,6 +28,8 @@ Inputs = Array | Any
 """One array [n, ...], or arrays by name: a dict where a `Dataset` is made, and `NamedArrays` in it."""
 Json = dict[str, Any]
 Scalar = str | int | float | bool
+Precision = Literal["float32", "bfloat16", "float16"]
+"""Of what a network computes while it trains; its weights are float32."""
 
 Indices = Mapping[str, Array]
 
@@ -411,8 +413,10 @@ class TrainConfig:
 
     Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
-    `prox`. With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device
-    is a node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
+    `prox`. With `micro_batch_size` a batch's gradient adds up from parts of at most so many examples; with
+    `max_gradient_norm` it is clipped to that norm; `precision` is that of activations in torch, None for float32.
+    With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device is a
+    node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
     may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model. With `collective` the
     budget is that of each of its all-reduces. With `head_epochs` the tensors that stay on the device are trained
     alone for so many passes, and then the budget trains the others alone (FedRep). With `personal_lambda` the budget
@@ -434,6 +438,9 @@ class TrainConfig:
     learning_rate: float = field(default=0.05, metadata={"at_least": 0})
     momentum: float = field(default=0.0, metadata={"at_least": 0})
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
+    micro_batch_size: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_536})
+    max_gradient_norm: float | None = field(default=None, metadata={"above": 0})
+    precision: Precision | None = None
     head_epochs: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
     personal_lambda: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1000})
     personal_mixture: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
@@ -502,6 +509,9 @@ class TrainConfig:
         unfit = {
             "seconds": self.seconds is not None,
             "head_epochs": self.head_epochs is not None,
+            "micro_batch_size": self.micro_batch_size is not None,
+            "max_gradient_norm": self.max_gradient_norm is not None,
+            "precision": self.precision is not None,
             "personal copies": self.has_personal,
             "consistency_weight": self.consistency_weight is not None,
             "collectives": self.collective is not None,

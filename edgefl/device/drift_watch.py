@@ -19,7 +19,7 @@ import numpy as np
 from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.types import Dataset, Json, Scalar, Task, derive_rng
+from edgefl.core.types import Dataset, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.shards import load_task_data
@@ -37,6 +37,8 @@ MAX_SAMPLE_BYTES = 8 * 1024**2
 MAX_JOINT_EXAMPLES, MAX_JOINT_NUMBERS = 250, 250_000
 """Of each side that are compared at once: a quarter of the memory that `edgefl data drift` takes."""
 FORMAT_VERSION = 1
+TaskModel = tuple[Task, Tensors]
+"""A task, and all tensors of a model of it."""
 UNLABELLED = "unlabelled"
 """Name of the array that says which examples have no label; left out where all have one."""
 
@@ -108,12 +110,23 @@ class DriftWatch:
             self._failed[name] = source  # a path that cannot be read must not be read at each assignment
             log.warning("no reference for the drift of task %s: %s", name, error)
 
-    def measure(self, shards: Mapping[str, str], *, without: Collection[str] = ()) -> Json:
-        """Returns by task the largest drift of a column, and that of all at once.
+    def measure(
+        self,
+        shards: Mapping[str, str],
+        *,
+        without: Collection[str] = (),
+        find_model: Callable[[str], TaskModel | None] = lambda _: None,
+    ) -> Json:
+        """Returns by task the largest drift of a column, that of all at once, and that of a model's features.
 
         It leaves out tasks that have no reference or too few newer examples.
 
         Newer are the examples behind those that the shard had at first, or all where it has no more than then.
+
+        Args:
+            shards: task -> path.
+            without: tasks to leave out.
+            find_model: returns the model by which features of a task are computed; None where there is none.
         """
         drifts: Json = {}
         for name, source in self._get_references().items():
@@ -122,7 +135,7 @@ class DriftWatch:
                 continue
             try:
                 task = make_task(name, reference.options)
-                drift = self._compare(task, name, reference, load_task_data(task, shards[name]))
+                drift = self._compare(task, name, reference, load_task_data(task, shards[name]), find_model)
             except Exception as error:  # a custom loader may raise anything, and the board must survive
                 is_known = isinstance(error, EdgeflError)
                 log.warning("the drift of task %s is unknown: %s", name, error, exc_info=not is_known)
@@ -130,7 +143,14 @@ class DriftWatch:
             drifts |= {} if drift is None else {name: drift}
         return drifts
 
-    def _compare(self, task: Task, name: str, reference: DriftReference, data: Dataset) -> Json | None:
+    def _compare(
+        self,
+        task: Task,
+        name: str,
+        reference: DriftReference,
+        data: Dataset,
+        find_model: Callable[[str], TaskModel | None],
+    ) -> Json | None:
         from edgefl.tasks.datasets import drift  # noqa: PLC0415 boards without it need not have it loaded
 
         first_row = reference.num_examples if len(data) > reference.num_examples else 0
@@ -148,6 +168,7 @@ class DriftWatch:
             "ks": _round(largest.ks),
             "mmd": _round(joint.mmd),
             "p_value": _round(joint.p_value),
+            **_compare_features(find_model(name), reference.sample, newer),
             "num_reference": reference.num_examples,
             "num_newer": len(data) - first_row,
         }
@@ -162,6 +183,22 @@ class DriftWatch:
         except DataError as error:
             log.warning("%s is left out: %s", path, error)
             return None
+
+
+def _compare_features(model: TaskModel | None, reference: Dataset, newer: Dataset) -> Json:
+    """Returns the drift of what the last layer of a model gets; nothing where that cannot be computed."""
+    from edgefl.tasks.datasets.drift import measure_feature_drift  # noqa: PLC0415 as above
+
+    if model is None:
+        return {}
+    try:
+        found = measure_feature_drift(*model, reference, newer, max_examples=MAX_JOINT_EXAMPLES)
+    except Exception as error:  # noqa: BLE001 a custom network may raise anything; the columns are compared all the same
+        log.info("the features of task %s are not compared: %s", model[0].name, error)
+        return {}
+    if found.mmd is None:
+        return {}
+    return {"feature_mmd": _round(found.mmd), "feature_p_value": _round(found.p_value)}
 
 
 def get_reference_path(folder: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ from edgefl.core.config import SelectionSection, TimeoutPolicy
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_settings
-from edgefl.core.types import Algorithm, ExamplePrivacy, TrainConfig
+from edgefl.core.types import Algorithm, ExamplePrivacy, Precision, TrainConfig
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.private_mean import PrivateMean
 
@@ -62,6 +62,12 @@ class StrategyConfig:
         batch_size: examples of a step.
         momentum: share of the last step that the next one keeps.
         weight_decay: share of the weights that every step subtracts, before the learning rate.
+        micro_batch_size: examples whose gradients are computed at once, at most; those of a batch's parts add up
+            (gradient accumulation), in less memory. None takes whole batches.
+        max_gradient_norm: a batch's gradient is clipped to this norm, over all tensors; None clips nothing.
+        precision: of what a network of torch computes while it trains, `bfloat16` or `float16` (mixed precision, the
+            latter with a scaled loss); weights and gradients are float32. None is float32, as are boards without
+            torch.
         head_epochs: passes that train only the tensors that stay on the device, before those that train only the
             others (FedRep); None trains all together (FedPer).
         personal_lambda: λ of Ditto: each device trains as much again a copy v of the model that stays there, held to
@@ -84,6 +90,9 @@ class StrategyConfig:
     optimizer: str = Algorithm.SGD
     momentum: float = _copy_field("momentum")
     weight_decay: float = _copy_field("weight_decay")
+    micro_batch_size: int | None = _copy_field("micro_batch_size")
+    max_gradient_norm: float | None = _copy_field("max_gradient_norm")
+    precision: Precision | None = None
     head_epochs: float | None = _copy_field("head_epochs")
     personal_lambda: float | None = _copy_field("personal_lambda")
     personal_mixture: float | None = _copy_field("personal_mixture")

@@ -215,6 +215,17 @@ def test_a_drift_of_all_columns_is_large_where_no_column_is_unless_chance_makes_
     assert parse_drift({"drift": {"below": {**JOINT, "mmd": -0.003}}})["below"].mmd == -0.003
 
 
+def test_drift_of_features_alone_is_large_where_columns_show_none():
+    features = {"feature_mmd": 0.02, "feature_p_value": 0.002}
+    changes = {"seen": {}, "small": {"feature_mmd": 0.01}, "chance": {"feature_p_value": 0.004}}
+    still = {**DRIFT, "psi": 0.1, "mmd": -0.001, "p_value": 0.9}
+    found = parse_drift({"drift": {name: {**still, **features, **change} for name, change in changes.items()}})
+    assert {name: claim.is_large for name, claim in found.items()} == {"seen": True, "small": False, "chance": False}
+    assert ", mmd -0.001 (p 0.9) of all columns, mmd 0.02 (p 0.002) of features, " in str(found["seen"])
+    for wrong in ({"feature_mmd": 0.1}, {"feature_mmd": 3, "feature_p_value": 0}, {"feature_p_value": 0.5}):
+        assert parse_drift({"drift": {"wrong": {**still, **wrong}}}) == {}
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 
 from edgefl.core.claims import LARGE_DRIFT, parse_drift_claim
+from edgefl.core.config import AdaptSection
 from edgefl.core.types import Dataset
 from edgefl.device.drift_watch import MAX_SAMPLES, MIN_EXAMPLES, DriftWatch, get_reference_path, read_reference
 from edgefl.device.training.task_cache import TaskCache
 from edgefl.system.row_labels import UNLABELLED_FOLDER
+from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
+from edgefl.tasks.registry import make_task
 
 RUNNING = {"columns": "speed,heat", "target": "wear"}
 
 
-def make_rows(num_rows, *, heat=0.0, seed=1):
+def make_rows(num_rows, *, heat=0.0, speed=5.0, seed=1):
     rng = np.random.default_rng(seed)
-    numbers = rng.standard_normal((num_rows, 3)) + np.array([5.0, heat, 0.0])
+    numbers = rng.standard_normal((num_rows, 3)) + np.array([speed, heat, 0.0])
     return "\n".join(",".join(f"{number:.4f}" for number in row) for row in numbers) + "\n"
 
 
@@ -62,6 +65,59 @@ def test_the_rows_that_are_new_are_compared_with_those_of_the_first_work(board):
     assert moved["ks"] == pytest.approx(0.68, abs=0.1)  # 2 Φ(1) - 1
     assert moved["mmd"] > 0.05
     assert moved["p_value"] == 1 / 500
+
+
+def make_seeing_model(task):
+    """A model whose hidden layer looks at the speed alone."""
+    model = {spec.name: np.zeros(spec.shape, np.float32) for spec in task.shapes()}
+    hidden = next(name for name, tensor in model.items() if tensor.shape == (32, 2))
+    model[hidden][:, 0] = np.linspace(-1, 1, 32)
+    return model
+
+
+def test_features_of_the_model_that_works_are_compared_and_none_before_its_work(board):
+    board.work()
+    cached_task = board.cache.get("table", RUNNING)
+    cached_task.learner.load(make_seeing_model(cached_task.task))
+
+    def compare(seed, **shift):
+        first, *rows = board.shard.read_text().splitlines()[:401]
+        board.shard.write_text("\n".join([first, *rows, ""]))
+        board.append(make_rows(300, seed=seed, **shift))
+        return board.cache.measure_drift()["table"]
+
+    assert "feature_mmd" not in compare(2), "the learner holds no model of a run yet"
+    cached_task.has_model = True
+    still, unseen, seen = compare(2), compare(3, heat=3.0), compare(4, speed=8.0)
+    assert still["feature_p_value"] > 0.01
+    assert unseen["p_value"] == 1 / 500, "a column shows it"
+    assert unseen["feature_p_value"] > 0.01, "which the model does not look at"
+    assert seen["feature_p_value"] == 1 / 500
+    assert seen["feature_mmd"] > 0.1
+    assert "feature_mmd" not in board.cache.measure_drift(is_idle=False)["table"], "its learner is at work"
+
+
+def test_features_of_a_run_of_adapters_are_those_of_the_base_with_them(board):
+    section = AdaptSection(method="head")
+    inner = make_task("table", RUNNING)
+    task = AdaptedTask(inner, section, make_seeing_model(inner))
+    board.work()
+    cached_task = board.cache.get("table", RUNNING)
+    cached_task.task, cached_task.learner, cached_task.has_model = task, task.learner(), True
+    board.append(make_rows(300, seed=5, speed=8.0))
+    assert board.cache.measure_drift()["table"]["feature_p_value"] == 1 / 500
+
+
+def test_a_model_without_features_is_a_line_and_its_columns_are_compared(board, caplog):
+    caplog.set_level("INFO")
+    options = {**RUNNING, "model": "linear"}
+    cached_task = board.cache.get("table", options)
+    board.cache.load_data(cached_task)
+    cached_task.has_model = True
+    board.append(make_rows(300, seed=6, heat=3.0))
+    found = board.cache.measure_drift()["table"]
+    assert (found["column"], "feature_mmd" in found) == ("heat", False)
+    assert "the features of task table are not compared" in caplog.text
 
 
 @pytest.mark.extended

@@ -226,7 +226,7 @@ class ConfiningTrainer(DeviceTrainer):
 
     def measure_drift(self) -> Json:
         confined_tasks = self._list_confined_tasks()
-        drifts = self._task_cache.measure_drift(without=confined_tasks)
+        drifts = self._measure_drift(confined_tasks)
         of_processes = {name: self._describe(name).get("drift") for name in confined_tasks}
         return drifts | {name: drift for name, drift in of_processes.items() if drift is not None}
 

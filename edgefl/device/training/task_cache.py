@@ -18,7 +18,7 @@ from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Json, Learner, ModelSpec, Scalar, Task
-from edgefl.device.drift_watch import DriftWatch
+from edgefl.device.drift_watch import DriftWatch, TaskModel
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import should_run_graphs
 from edgefl.device.rollouts.bases import BaseFiles
@@ -70,6 +70,7 @@ class CachedTask:
         data: all of the shard; None once its rows are in a split, where they would lie twice.
         num_examples: of the shard; None before it was read.
         num_certain: those whose targets are no guesses.
+        has_model: whether the learner has held a model of a run, and not only its first zeros.
     """
 
     name: str
@@ -86,6 +87,7 @@ class CachedTask:
     splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
     analysis: Analysis | None = None
     options: Mapping[str, Scalar] = field(default_factory=dict)
+    has_model: bool = False
 
 
 class TaskCache:
@@ -324,9 +326,23 @@ class TaskCache:
                 counts[name] = inspect_shard(name, path).num_examples
         return counts
 
-    def measure_drift(self, *, without: Collection[str] = ()) -> Json:
-        """Returns how far the data has moved, by task, as `DriftWatch.measure`."""
-        return {} if self._drift is None else self._drift.measure(self._shards(), without=without)
+    def measure_drift(self, *, without: Collection[str] = (), is_idle: bool = True) -> Json:
+        """Returns how far the data has moved, by task, as `DriftWatch.measure`.
+
+        Features are those of the model that a task's learner holds, unless that is at work (`is_idle`).
+        """
+        if self._drift is None:
+            return {}
+        find_model = self._find_model if is_idle else (lambda _: None)
+        return self._drift.measure(self._shards(), without=without, find_model=find_model)
+
+    def _find_model(self, name: str) -> TaskModel | None:
+        """Returns the task and the whole model with which this board worked last; None where it did not."""
+        for cached_task in reversed(self._cached.values()):
+            if cached_task.name == name and cached_task.has_model:
+                task, model = cached_task.task, cached_task.learner.read()
+                return (task.inner, task.merge(model)) if isinstance(task, AdaptedTask) else (task, model)
+        return None
 
     def get_shard_errors(self) -> dict[str, str]:
         """Returns the read errors of the last count, by task."""

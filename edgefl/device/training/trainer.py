@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -309,7 +309,15 @@ class DeviceTrainer:
 
     def measure_drift(self) -> Json:
         """Returns how far the data has moved from its reference, by task."""
-        return self._task_cache.measure_drift()
+        return self._measure_drift()
+
+    def _measure_drift(self, without: Collection[str] = ()) -> Json:
+        is_idle = self._training_lock.acquire(blocking=False)
+        try:
+            return self._task_cache.measure_drift(without=without, is_idle=is_idle)
+        finally:
+            if is_idle:
+                self._training_lock.release()
 
     def list_blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard, by task; others are omitted."""
@@ -775,6 +783,7 @@ class DeviceTrainer:
         if not instruction.num_clusters:
             return self._load_tensors(instruction, cached_task, model), None
         data, learner = self._load_training_data(instruction, cached_task), cached_task.learner
+        cached_task.has_model = True
         return learner, load_best_cluster(learner, split_stack(model), data, self._check_aborted)
 
     def _load_tensors(self, instruction: ParsedInstruction, cached_task: CachedTask, model: Tensors) -> Learner:
@@ -784,6 +793,7 @@ class DeviceTrainer:
                 or cached_task.task.init(instruction.seed)
             )
         cached_task.learner.load(model)
+        cached_task.has_model = instruction.split is None
         return cached_task.learner
 
     def _decode_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Tensors:

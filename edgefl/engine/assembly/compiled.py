@@ -36,29 +36,27 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         DataError: it is damaged, or asks for something that a board does not run.
         TaskError: it is of another task, or of another model.
     """
-    backend, named, micro_batch = config.run.backend, config.run.compiled, config.run.micro_batch_size
+    backend, named, micro_batch = config.run.backend, config.run.compiled, _get_micro_batch_size(config)
     if backend == "numpy" and is_torch_task(task):
         models = list_numpy_models(config.run.task)
         hint = f"take another model ({', '.join(models)})" if models else "take another task"
         raise ConfigError(f"run.backend = 'numpy', and the model of task {config.run.task} needs torch: {hint}")
-    if backend in ("torch", "numpy") or not is_torch_task(task) or config.split.after is not None:
-        for key, value in (("compiled", named), ("micro_batch_size", micro_batch)):
-            if value is not None:
-                raise ConfigError(
-                    f"run.{key} = {value!r} means nothing with backend = {backend!r}, with a model that needs no "
-                    "torch, or with split.after; leave it out"
-                )
     if named is None:
         return {}
+    if backend in ("torch", "numpy") or not is_torch_task(task) or config.split.after is not None:
+        raise ConfigError(
+            f"run.compiled = {named!r} means nothing with backend = {backend!r}, with a model that needs no torch, "
+            "or with split.after; leave it out"
+        )
     if bases is None:
         raise ConfigError(f"run.compiled = {named!r}: only a coordinator has compiled tasks; leave it out")
     path = BaseCatalogue(bases).find(named)
     compiled = load_compiled_task(path)
     check_origin(compiled.manifest, config.run.task, config.task)
-    if micro_batch is not None and compiled.manifest.batch_size > micro_batch:
+    if micro_batch < min(compiled.manifest.batch_size, MAX_COMPILED_BATCH):
         raise ConfigError(
-            f"run.micro_batch_size is {micro_batch}, and the compiled task computes {compiled.manifest.batch_size} "
-            f"examples at once; compile it with --batch-size {micro_batch}"
+            f"strategy.micro_batch_size is {micro_batch}, and the compiled task computes "
+            f"{compiled.manifest.batch_size} examples at once; compile it with --batch-size {micro_batch}"
         )
     check_model(compiled.manifest, task.shapes(), task.name)
     parts = select_parts(config.adapt, task.shapes()) if config.adapt.is_used else None
@@ -82,5 +80,10 @@ def can_be_compiled(run: RunComponents) -> bool:
 def choose_batch_size(strategy: Strategy[Any], config: RunConfig) -> int:
     """Returns the batch size to compile for: that of the run's plan, or of the equal parts of such a batch."""
     size = max(1, get_batch_size(strategy, config))
-    num_parts = math.ceil(size / min(MAX_COMPILED_BATCH, config.run.micro_batch_size or MAX_COMPILED_BATCH))
-    return math.ceil(size / num_parts)
+    return math.ceil(size / math.ceil(size / _get_micro_batch_size(config)))
+
+
+def _get_micro_batch_size(config: RunConfig) -> int:
+    """Returns how many examples a graph may compute at once."""
+    size = config.strategy.options.get("micro_batch_size")
+    return min(MAX_COMPILED_BATCH, size) if isinstance(size, int) and size >= 1 else MAX_COMPILED_BATCH

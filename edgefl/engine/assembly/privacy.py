@@ -72,7 +72,6 @@ def _check_examples(config: RunConfig) -> None:
         "run.on_divergence": (run.on_divergence, "warn", "boards keep their losses"),
         "selection.rule": (config.selection.rule, "uniform", "boards keep their losses"),
         "run.compiled": (run.compiled, None, "compiled tasks have no gradients by example; boards need torch"),
-        "run.micro_batch_size": (run.micro_batch_size, None, "it is of compiled tasks alone"),
     }
     _compare(needs, faults, _HOW_EXAMPLE)
     if run.backend == "onnx":

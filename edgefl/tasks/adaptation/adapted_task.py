@@ -59,6 +59,11 @@ class AdaptedTask(Task):
             found["learning_rate"] = ADAPTER_RATE_SHARE * float(found["learning_rate"])
         return found
 
+    @property
+    def inner(self) -> Task:
+        """The task with all tensors."""
+        return self._task
+
     def shapes(self) -> ModelSpec:
         return self.parts.shapes
 

@@ -110,8 +110,10 @@ def measure_joint_drift(
     return _compare_samples(*sides)
 
 
-def measure_feature_drift(task: Task, model: Tensors, reference: Dataset, newer: Dataset) -> JointDrift:
-    """Returns the drift of what the last layer of a model gets, on samples of `MAX_JOINT_EXAMPLES` at most.
+def measure_feature_drift(
+    task: Task, model: Tensors, reference: Dataset, newer: Dataset, *, max_examples: int = MAX_JOINT_EXAMPLES
+) -> JointDrift:
+    """Returns the drift of what the last layer of a model gets, on samples of at most so many examples.
 
     It finds changes that matter to the model, and none that it does not see, such as brighter pictures to one that
     was trained with all kinds of light.
@@ -121,6 +123,7 @@ def measure_feature_drift(task: Task, model: Tensors, reference: Dataset, newer:
         model: of the task, all of its tensors.
         reference: as of `measure_drift`.
         newer: likewise.
+        max_examples: of each side.
 
     Raises:
         ConfigError: the network cannot be cut before its last layer.
@@ -131,7 +134,7 @@ def measure_feature_drift(task: Task, model: Tensors, reference: Dataset, newer:
     for what, data in (("reference", reference), ("newer data", newer)):
         if not len(data):
             raise DataError(f"the {what} must have an example at least, it has none")
-        sides.append(_compute_features(task, model, _take_sample(data, MAX_JOINT_EXAMPLES)))
+        sides.append(_compute_features(task, model, _take_sample(data, max_examples)))
     return _compare_samples(*sides)
 
 

@@ -16,8 +16,18 @@ from edgefl.core.types import Array
 
 SCHEMES = (
     "natural", "iid", "contiguous", "by-class", "sorted", "disorder:F", "dirichlet:A", "labels:K", "classes:K",
-    "shards:K", "redundant:R", "duplicate:R",
+    "shards:K", "power:P", "redundant:R", "duplicate:R",
 )  # fmt: skip
+PARTITIONERS = {
+    "IidPartitioner": "iid",
+    "NaturalIdPartitioner": "natural",
+    "DirichletPartitioner": "dirichlet",
+    "PathologicalPartitioner": "labels",
+    "ShardPartitioner": "shards",
+    "LinearPartitioner": "power:1",
+    "SquarePartitioner": "power:2",
+}
+"""Classes of `flwr-datasets`, and the schemes that do the same; a number after a colon is that of the scheme."""
 ECL_CLASS_ORDER = (7, 8, 2, 6, 4, 5, 1, 3, 0, 9)
 """Order of the ten classes in the split of ECL-ISVR."""
 NUM_STRATA = 10
@@ -28,7 +38,7 @@ MAX_BLOCKS = 10_000
 
 _REDUNDANT = ("redundant", "duplicate")
 _SCHEME_PATTERN = re.compile(
-    r"(natural|iid|contiguous|by-class|sorted)|(dirichlet|disorder):([0-9.eE+-]+)|"
+    r"(natural|iid|contiguous|by-class|sorted)|(dirichlet|disorder|power):([0-9.eE+-]+)|"
     r"(labels|classes|shards|redundant|duplicate):(\d+)"
 )
 
@@ -52,7 +62,7 @@ class PartitionScheme:
         """Whether it goes by the classes of the rows."""
         if self.name in _REDUNDANT:
             return self.blocks is not None and self.blocks.uses_labels
-        return self.name not in {"natural", "iid", "contiguous"}
+        return self.name not in {"natural", "iid", "contiguous", "power"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,8 @@ class Partitioning:
 
 def parse_scheme(text: str) -> PartitionScheme:
     """Returns the scheme of a typed name, or of a chain such as `sorted|redundant:2`: blocks, then who holds them.
+
+    Names of `PARTITIONERS` stand for the schemes that do the same: `DirichletPartitioner:0.5`.
 
     Raises:
         ConfigError: there is no such scheme, its number is out of range, or schemes do not go in this order.
@@ -82,9 +94,14 @@ def parse_scheme(text: str) -> PartitionScheme:
 
 
 def _parse_one(text: str) -> PartitionScheme:
-    match = _SCHEME_PATTERN.fullmatch(text)
+    name, colon, number = text.partition(":")
+    match = _SCHEME_PATTERN.fullmatch(PARTITIONERS.get(name, name) + colon + number)
     if not match:
-        raise ConfigError(f"scheme must be one of {', '.join(SCHEMES)}, got {text!r}")
+        known: tuple[str, ...] = SCHEMES
+        if name.endswith("Partitioner"):
+            needs_number = "dirichlet", "labels", "shards"
+            known = tuple(f"{one}:NUMBER" if PARTITIONERS[one] in needs_number else one for one in PARTITIONERS)
+        raise ConfigError(f"scheme must be one of {', '.join(known)}, got {text!r:.200}")
     plain_scheme, fraction_scheme, fraction, count_scheme, count = match.groups()
     if plain_scheme:
         return PartitionScheme(name=plain_scheme)
@@ -132,6 +149,7 @@ def partition_rows(
         "by-class": lambda: partition_by_class(labels, num_devices, rng),
         "sorted": lambda: partition_sorted(labels, num_devices),
         "disorder": lambda: partition_disordered(labels, num_devices, scheme.parameter, rng),
+        "power": lambda: partition_by_power(len(labels), num_devices, scheme.parameter, rng),
         "shards": lambda: partition_sorted_shards(labels, num_devices, k, rng),
         "dirichlet": lambda: partition_dirichlet(labels, num_devices, scheme.parameter, rng),
         "labels": lambda: partition_by_label_count(labels, num_devices, k, rng),
@@ -153,6 +171,17 @@ def compute_strata(targets: Array) -> Array:
     edges = np.quantile(sizes, np.arange(1, NUM_STRATA) / NUM_STRATA)
     strata: Array = np.searchsorted(edges, sizes, side="right")
     return strata
+
+
+def partition_by_power(num_rows: int, num_devices: int, power: float, rng: Generator) -> list[Array]:
+    """Returns rows at random, for the device with number i from 1 a share in proportion to i to this power.
+
+    Source: `LinearPartitioner` and `SquarePartitioner` of flwr-datasets, powers 1 and 2.
+    """
+    # Of the last device's share, so that a large power is finite.
+    ends = np.cumsum((np.arange(1, num_devices + 1) / num_devices) ** power)
+    cuts = np.rint(num_rows * ends[:-1] / ends[-1]).astype(np.int64)
+    return np.split(rng.permutation(num_rows), cuts)
 
 
 def partition_by_group(groups: Array | None, num_devices: int) -> list[Array]:

@@ -12,6 +12,7 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
+from edgefl.tasks.local_algorithms.batch_gradients import bound_learner, set_precision
 from edgefl.tasks.local_algorithms.consistency import ConsistentAlgorithm
 from edgefl.tasks.local_algorithms.example_privacy import (
     PrivateLearner,
@@ -93,6 +94,7 @@ def train(  # noqa: PLR0913 the last ones by name
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
+    set_precision(learner, plan)
     _reseed(learner, rng if plan.privacy is None else make_system_rng())
     start, limit, kept = learner.read(), plan.count_iterations(len(data)), None
     private = None if plan.privacy is None else _make_private(learner, data, plan, account, limit or 0)
@@ -213,6 +215,7 @@ class _TrainingLoop:
 
         The algorithm starts from `state`, where it takes one; without `batches` every example is in one of an epoch.
         """
+        learner = bound_learner(learner, self._plan)
         algorithm.start(learner)
         if state and isinstance(algorithm, StatefulLocalAlgorithm):
             algorithm.restore(state)

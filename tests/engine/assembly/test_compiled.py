@@ -13,7 +13,6 @@ from edgefl.engine.assembly.compiled import choose_batch_size, make_compiled_hea
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 from edgefl.tasks.compiled.artefact import encode_artefact
 from edgefl.tasks.learners.torch_learner import TorchModel
-from edgefl.tasks.registry import make_task
 
 
 class Dense(Task):
@@ -29,8 +28,8 @@ class Dense(Task):
         raise AssertionError(path)
 
 
-def make_config(task="dense", options=None, **run):
-    return parse_run({"run": {"task": task, **run}, "task": options or {}})
+def make_config(task="dense", options=None, strategy=None, **run):
+    return parse_run({"run": {"task": task, **run}, "task": options or {}, "strategy": strategy or {}})
 
 
 @pytest.fixture
@@ -55,18 +54,19 @@ def test_a_compiled_task_that_is_named_is_offered_by_its_hash(bases, backend, is
     [(32, None, 32), (32, 8, 8), (32, 12, 11), (10, 8, 5), (10, 64, 10), (1000, None, 500), (1000, 900, 500)],
 )
 def test_a_batch_is_compiled_in_equal_parts_that_fit_into_a_micro_batch(batch, micro_batch, compiled):
-    tables = {"run": {"task": "mnist", "micro_batch_size": micro_batch}, "strategy": {"batch_size": batch}}
-    run = build_run(parse_run(tables), "r")
+    parts = {} if micro_batch is None else {"micro_batch_size": micro_batch}
+    run = build_run(parse_run({"run": {"task": "mnist"}, "strategy": {"batch_size": batch, **parts}}), "r")
     assert choose_batch_size(run.strategy, run.config) == compiled
 
 
 def test_what_does_not_go_together_is_refused(bases, tmp_path):
-    for run, model in (({"backend": "torch"}, Dense(SEEN)), ({}, make_task("digits"))):
-        with pytest.raises(ConfigError, match=r"run.micro_batch_size = 2 means nothing with backend = "):
-            make_compiled_header(model, make_config(micro_batch_size=2, **run), bases)
+    def make_header(size):
+        strategy = {"micro_batch_size": size}
+        return make_compiled_header(Dense(SEEN), make_config(strategy=strategy, compiled="dense"), bases)
+
     with pytest.raises(ConfigError, match=r"micro_batch_size is 5, and the compiled task computes 6 examples at"):
-        make_compiled_header(Dense(SEEN), make_config(compiled="dense", micro_batch_size=5), bases)
-    assert make_compiled_header(Dense(SEEN), make_config(compiled="dense", micro_batch_size=6), bases)
+        make_header(5)
+    assert make_header(6) == make_header(700)
     with pytest.raises(ConfigError, match=r"run.compiled = 'dense' means nothing with backend = 'torch'"):
         make_compiled_header(Dense(SEEN), make_config(backend="torch", compiled="dense"), bases)
     with pytest.raises(ConfigError, match=r"run.backend = 'numpy', and the model of task dense needs torch"):

@@ -22,7 +22,7 @@ def cut(text, labels, devices, *, seed=7, groups=None):
 
 ONCE = [
     "iid", "contiguous", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8",
-    "classes:2", "classes:8", "shards:1", "shards:2", "shards:5",
+    "classes:2", "classes:8", "shards:1", "shards:2", "shards:5", "power:0.5", "power:2",
 ]  # fmt: skip
 
 
@@ -194,6 +194,11 @@ def test_natural_keeps_people_whole_and_devices_balanced_one_a_person_in_their_o
         ("dirichlet:e", 4, "needs a number after the colon"),
         ("dirichlet", 4, r"must be one of natural, iid, contiguous, by-class, sorted, disorder:F, dirichlet:A"),
         ("iid:3", 4, "must be one of"),
+        ("power:0", 4, "must be finite and above 0"),
+        ("power:30", 4, "scheme power leaves device 1 of 4 without examples"),
+        ("DirichletPartitioner", 4, "must be one of IidPartitioner, .*, DirichletPartitioner:NUMBER, .* got 'Diri"),
+        ("VerticalSizePartitioner", 4, "must be one of IidPartitioner, NaturalIdPartitioner, "),
+        ("IidPartitioner:3", 4, "must be one of IidPartitioner"),
         ("sorted|iid", 4, r"'sorted\|iid' must cut blocks before the bar, and say behind it who holds them"),
         ("redundant:2|duplicate:2", 4, "must cut blocks before the bar"),
         ("sorted|sorted|redundant:2", 4, r"must be one of .* got 'sorted\|redundant:2'"),
@@ -221,6 +226,30 @@ def test_a_scheme_is_read_as_it_is_typed():
     assert parse_scheme("iid") == PartitionScheme(name="iid")
     disorder = PartitionScheme(name="disorder", parameter=0.3)
     assert parse_scheme("disorder:0.3|redundant:2") == PartitionScheme(name="redundant", parameter=2, blocks=disorder)
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "scheme"),
+    [
+        ("IidPartitioner", "iid"),
+        ("NaturalIdPartitioner", "natural"),
+        ("DirichletPartitioner:0.5", "dirichlet:0.5"),
+        ("PathologicalPartitioner:2", "labels:2"),
+        ("ShardPartitioner:2", "shards:2"),
+        ("LinearPartitioner", "power:1"),
+        ("SquarePartitioner", "power:2"),
+    ],
+)
+def test_a_partitioner_of_flwr_datasets_stands_for_a_scheme(partitioner, scheme):
+    assert parse_scheme(partitioner) == parse_scheme(scheme)
+    assert parse_scheme(f"{partitioner}|redundant:2").blocks == parse_scheme(scheme)
+
+
+def test_shares_by_a_power_are_in_proportion_to_it_and_at_random():
+    assert [len(rows) for rows in cut("power:1", np.zeros(100), 4).rows] == [10, 20, 30, 40]
+    assert [len(rows) for rows in cut("SquarePartitioner", np.zeros(300), 4).rows] == [10, 40, 90, 160]
+    (first, *_) = cut("power:1", np.zeros(100), 4).rows
+    assert sorted(first) != list(range(10))
 
 
 def test_classes_are_those_of_the_published_split_of_eight_nodes():

@@ -1,0 +1,76 @@
+"""How the gradient of a batch is made: in parts that add up, and clipped, whatever the learner and the algorithm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+
+from edgefl.core.types import Dataset, Learner, TrainConfig
+
+
+class _BoundedLearner:
+    """A learner whose `gradient` takes a batch in parts, and is clipped; everything else is the learner's own.
+
+    The mean over a batch is the sum of its parts' means, each times its share of the examples, so that the result is
+    that of the whole batch but for rounding, and for networks that normalise over the batch: each part has its own
+    statistics.
+    """
+
+    def __init__(self, learner: Learner, plan: TrainConfig) -> None:
+        self._learner = learner
+        self._part_size, self._max_norm = plan.micro_batch_size, plan.max_gradient_norm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def gradient(self, batch: Dataset) -> float:
+        loss = self._add_parts(batch)
+        if self._max_norm is not None:
+            clip_gradients(self._learner, self._max_norm)
+        return loss
+
+    def _add_parts(self, batch: Dataset) -> float:
+        count = 1 if self._part_size is None else math.ceil(len(batch) / self._part_size)
+        if count <= 1:
+            return self._learner.gradient(batch)
+        sums: dict[str, Any] = {}
+        total = 0.0
+        for rows in np.array_split(np.arange(len(batch)), count):
+            share = len(rows) / len(batch)
+            total += share * self._learner.gradient(batch.take(rows))
+            for name, gradient in self._learner.gradients.items():
+                sums[name] = share * gradient + sums.get(name, 0.0)
+        for name, gradient in self._learner.gradients.items():
+            gradient[...] = sums[name]
+        return total
+
+
+def bound_learner(learner: Learner, plan: TrainConfig) -> Learner:
+    """Returns a learner that makes gradients as a plan says; itself where that says nothing of them."""
+    if plan.micro_batch_size is None and plan.max_gradient_norm is None:
+        return learner
+    return cast("Learner", _BoundedLearner(learner, plan))
+
+
+def clip_gradients(learner: Learner, max_norm: float) -> None:
+    """Shortens the gradient of all trained tensors together to a norm; one that is not finite stays as it is.
+
+    Source: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013, algorithm 1.
+    """
+    norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in learner.gradients.values()))
+    if max_norm < norm < math.inf:
+        for gradient in learner.gradients.values():
+            gradient *= max_norm / norm  # noqa: PLW2901 in place: the learner's own array
+
+
+def set_precision(learner: Learner, plan: TrainConfig) -> None:
+    """Makes a learner compute in a plan's precision; those in NumPy and by compiled tasks compute in float32 alone.
+
+    Raises:
+        TaskError: the accelerator does not have it.
+    """
+    change = getattr(learner, "set_precision", None)
+    if change is not None:
+        change(plan.precision or "float32")
