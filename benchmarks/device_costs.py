@@ -1,6 +1,6 @@
 """What a device process takes of its board: memory while it works, with and without torch, and the time to its start.
 
-    python benchmarks/device_costs.py [--data DIR] [--parts memory start] [--turns 5] [--json]
+    python benchmarks/device_costs.py [--data DIR] [--parts memory start] [--only TEXT] [--turns 5] [--json]
 
 memory: one real device process of a real fleet (TLS, Mosquitto). PSS of its whole process tree, looked at every 50
 ms while it trains, and its highest RSS, which is what it takes where nobody shares libraries with it. Then the same
@@ -141,6 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds mnist/")
     parser.add_argument("--parts", nargs="+", choices=("memory", "start"), default=("memory", "start"))
+    parser.add_argument("--only", default="", help="rows of memory whose title has this text [all]")
     parser.add_argument("--turns", type=int, default=5, help="starts of a device [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = options.parse(parser, turns=1, data=None)
@@ -148,7 +149,7 @@ def main() -> int:
     found: dict[str, Any] = {"v": 1, **machine()}
     try:
         if "memory" in args.parts:
-            found |= memory(None if args.data is None else Path(args.data) / "mnist")
+            found |= memory(None if args.data is None else Path(args.data) / "mnist", args.only)
         if "start" in args.parts:
             found |= start(args.turns)
     except EdgeflError as error:
@@ -160,8 +161,8 @@ def main() -> int:
     return 0
 
 
-def memory(mnist: Path | None) -> dict[str, Any]:
-    works = [work for work in WORKS if work.task != "mnist" or mnist is not None]
+def memory(mnist: Path | None, only: str = "") -> dict[str, Any]:
+    works = [work for work in WORKS if (work.task != "mnist" or mnist is not None) and only in work.title]
     rows = []
     for work in works:
         _say(work.title)

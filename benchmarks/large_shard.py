@@ -1,7 +1,7 @@
 """A shard larger than a board's memory: what a device process takes that trains on it.
 
     python benchmarks/large_shard.py [--kinds npz packed csv parquet arrow table pictures] [--models mlp cnn]
-        [--megabytes 2048] [--packed-megabytes 128] [--iterations 300] [--json]
+        [--megabytes 2048] [--packed-megabytes 128] [--iterations 300] [--only-measure] [--json]
 
 One real device process of a real fleet (TLS, Mosquitto) trains on noise: PSS of its whole process tree, looked at
 every 50 ms from its start to the end of the run, first counts of its shard, split and evaluation on its test part
@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=300, help="of the device [%(default)s]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="[all]")
     parser.add_argument("--models", nargs="+", choices=tuple(BOUNDS_MB), default=tuple(BOUNDS_MB))
+    parser.add_argument("--only-measure", action="store_true", help="no second run in a control group")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     quick = {"kinds": ("npz", "packed"), "models": ("mlp",)}
     args = options.parse(parser, megabytes=48, packed_megabytes=40, iterations=20, **quick)
@@ -102,7 +103,8 @@ def main() -> int:
             if kind == "packed":  # beside as much that is not
                 rows += measure_all("npz", args.packed_megabytes, models, args.iterations, has_limit=False)
             megabytes = args.packed_megabytes if kind == "packed" else args.megabytes
-            rows += measure_all(kind, megabytes, models, args.iterations, has_limit=kind != "packed")
+            has_limit = kind != "packed" and not args.only_measure
+            rows += measure_all(kind, megabytes, models, args.iterations, has_limit=has_limit)
     except EdgeflError as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1

@@ -55,6 +55,9 @@ MIN_CPU_SHARE = 0.005
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """glibc's `malloc.h`: how much may be free at the heap's end before it is given back, from which size on a block is
 a mapping of its own, and how many heaps threads are spread over (otherwise eight for each core)."""
+LARGE_BLOCK_BYTES = 1 << 20
+_MADV_DONTNEED = 4
+"""Linux's `mman.h`: pages are not needed; the next access reads them from their file."""
 TRIM_THRESHOLD_BYTES = 16 << 20
 MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's maximum, which it reaches by itself as blocks of that size are freed."""
@@ -386,6 +389,40 @@ def _send_keepalives(notifier: SystemdNotifier, monitor: LivenessMonitor, stop: 
         was_alive = is_alive
         if stop.wait(notifier.watchdog_s / KEEPALIVES_PER_TIMEOUT):
             return
+
+
+def map_large_blocks() -> None:
+    """Makes each block of 1 MB or more a mapping of its own from now on, which goes back when it is freed.
+
+    For work of seconds, where blocks of many sizes would leave gaps in the heap: 10 MB for a network of 1.7 MB.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such option
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def drop_code_pages(library: str) -> int:
+    """Unmaps the pages of a loaded library's code that were touched; those that are in use come back by themselves.
+
+    What ran once, such as the loading of a file, needs no memory afterwards: its pages are the file's, unchanged, and
+    the kernel keeps them as cache while there is room.
+
+    Args:
+        library: part of the file's name.
+
+    Returns:
+        Bytes of the code, touched or not; 0 where this system does not do it.
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    dropped = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/maps").read_text().splitlines() if advise is not None else ():
+            place, mode, *_, path = line.split(maxsplit=5)
+            if mode == "r-xp" and library in path.rpartition("/")[2]:  # of code alone: no page of it was ever written
+                start, end = (int(number, 16) for number in place.split("-"))
+                if not advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED):
+                    dropped += end - start
+    return dropped
 
 
 def reduce_memory() -> None:

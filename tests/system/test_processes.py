@@ -481,6 +481,60 @@ def test_the_agent_imports_no_renderer_of_terminals_and_nothing_of_flower():
     assert (frugal["renderers"], frugal["flower"], usual["flower"]) == (0, 0, 0)
 
 
+GAPS = """
+import json
+from pathlib import Path
+from edgefl.system.processes import map_large_blocks, reduce_memory
+reduce_memory()
+{call}
+def measure():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+before, small = measure(), []
+blocks = []
+for _ in range(20):
+    blocks.append(bytearray(b"x") * 2_000_000)
+    small.append(bytes(100_000))  # above it in the heap, so that nothing can be trimmed
+del blocks
+print(json.dumps(measure() - before))
+"""
+
+
+def test_large_blocks_that_are_freed_leave_no_gaps_once_they_are_mappings_of_their_own():
+    assert told(GAPS, "") > 35_000_000
+    assert told(GAPS, "map_large_blocks()") < 8_000_000
+
+
+CODE = """
+import json, zlib
+from pathlib import Path
+import numpy
+from edgefl.system.processes import drop_code_pages
+def measure():
+    found, is_code = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and len(words) > 1 and len(words[1]) == 4:
+            is_code = words[1] == "r-xp" and "_multiarray_umath" in line
+        elif is_code and words[0] == "Rss:":
+            found += 1024 * int(words[1])
+    return found
+values = numpy.arange(1000.0).reshape(10, 100)
+expected, before = (values @ values.T).tobytes(), measure()
+dropped = drop_code_pages({call}"_multiarray_umath")
+print(json.dumps([before, dropped, measure(), (values @ values.T).tobytes() == expected]))
+"""
+
+
+def test_the_code_of_a_library_is_unmapped_until_it_is_run_again_and_no_other_is():
+    before, dropped, after, is_same = told(CODE, "")
+    assert after < before / 2
+    assert dropped >= before
+    assert is_same
+    before, dropped, after, _ = told(CODE, '"no-such-library" or ')
+    assert (dropped, after >= before) == (0, True)
+
+
 def test_threads_share_one_heap_and_what_a_round_frees_is_there_for_the_next_one():
     """Fresh pages are filled with zeros by the kernel: that was a third of what a round of 1 MB cost a device."""
     usual, frugal = told(MEMORY, ""), told(MEMORY, "reduce_memory()")

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Array
+from edgefl.system.processes import drop_code_pages, map_large_blocks
 
 CPU = "CPUExecutionProvider"
 """The provider that every build of onnxruntime has."""
@@ -29,6 +30,7 @@ class BoundGraph:
 
     def __init__(self, session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         self._session, self._inputs, self.outputs = session, inputs, outputs
+        self._has_run = False
         self._binding = session.io_binding()
         for name in [entry.name for entry in session.get_inputs()]:
             _bind(self._binding.bind_input, name, inputs[name])
@@ -43,6 +45,9 @@ class BoundGraph:
             if "Available memory" in str(error):
                 raise DataError("the compiled task cannot be run: it takes more memory than it may have") from None
             raise DataError(f"the compiled task cannot be run: {str(error).splitlines()[0]:.300}") from None
+        if not self._has_run:
+            self._has_run = True
+            drop_code_pages("onnxruntime")  # half of them are for loading a graph
         return self.outputs
 
 
@@ -71,6 +76,7 @@ class Arena:
         """Makes it the one of later sessions: onnxruntime has one a process, the last that was registered."""
         if Arena._registered is self:
             return
+        map_large_blocks()
         kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
         config = onnxruntime.OrtArenaCfg({
             "max_mem": self.max_bytes,
