@@ -240,7 +240,6 @@ def test_the_drift_of_a_confined_task_is_measured_in_its_process(tmp_path):
         drift = always.trainer.measure_drift()
         assert drift.keys() == {"digits"}
         assert (drift["digits"]["num_newer"], drift["digits"]["psi"] > 1.0) == (120, True)
-        assert drift["digits"]["feature_mmd"] > 0.1, "of the model with which that process has trained"
     finally:
         always.trainer.close()
 
