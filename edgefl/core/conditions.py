@@ -30,6 +30,9 @@ CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
 """Of a battery beside external power; `Not charging` is full enough."""
 USE_KINDS = ("traffic", "processor", "energy", "written")
 """What budgets count: bytes, processor seconds, joules, and bytes."""
+USE_UNITS: Mapping[str, tuple[float, str]] = {"traffic": (1e6, "MB"), "processor": (1.0, "processor seconds"),
+                                              "energy": (1.0, "joules"), "written": (1e6, "MB written")}  # fmt: skip
+"""Of each of them: the unit that people read, and its name."""
 _SPAN = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]?\d|2[0-3]):([0-5]\d)|(24):(00))", re.ASCII)
 _INTERFACE = re.compile(r"[!-~]{1,15}", re.ASCII)
 _SEARCH_DAYS, _SEARCH_STEP_S, _DAY_S = 9, 900, 86_400
@@ -407,21 +410,31 @@ def _is_allowed(conditions: RunConditions, weekday: int) -> bool:
 
 def find_next_open_s(conditions: RunConditions, now_s: float) -> float | None:
     """Returns when hours and weekdays next hold, in Unix seconds; None where they never do, as far as nine days."""
+    return next((moment for moment in _list_moments(conditions, now_s, 0) if is_open(conditions, moment)), None)
+
+
+def find_close_s(conditions: RunConditions, now_s: float) -> float | None:
+    """Returns when hours and weekdays that hold now end, in Unix seconds; None where they do not, in nine days."""
+    if not conditions.hours and not conditions.weekdays:
+        return None
+    return next((moment for moment in _list_moments(conditions, now_s, 1) if not is_open(conditions, moment)), None)
+
+
+def _list_moments(conditions: RunConditions, now_s: float, side: int) -> Iterator[float]:
+    """Yields, in order, the moments after `now_s` at which hours may begin (`side` 0) or end (1)."""
     zone = find_zone(conditions.zone)
     today = datetime.fromtimestamp(now_s, zone).date()
-    starts = [parse_span(span)[0] for span in conditions.hours or ("00:00-24:00",)]
+    seconds = [parse_span(span)[side] for span in conditions.hours or ("00:00-24:00",)]
     days = [today + timedelta(days=number) for number in range(_SEARCH_DAYS)]
-    candidates = sorted(
-        _to_instant(day, start_s, zone, fold) for day in days for start_s in starts for fold in (0, 1)
-    )
+    candidates = sorted(_to_instant(day, second, zone, fold) for day in days for second in seconds for fold in (0, 1))
     # Clocks change at a quarter of an hour: a span whose start is left out begins with the change.
     first = int(now_s // _SEARCH_STEP_S + 1) * _SEARCH_STEP_S
     changes = (float(first + step) for step in range(0, _SEARCH_DAYS * _DAY_S, _SEARCH_STEP_S))
-    moments = heapq.merge(candidates, changes)
-    return next((moment for moment in moments if moment > now_s and is_open(conditions, moment)), None)
+    return (moment for moment in heapq.merge(candidates, changes) if moment > now_s)
 
 
 def _to_instant(day: date, second: int, zone: tzinfo | None, fold: int) -> float:
+    day, second = day + timedelta(days=second // _DAY_S), second % _DAY_S
     local = datetime(day.year, day.month, day.day, tzinfo=zone, fold=fold)
     return local.replace(hour=second // 3600, minute=second % 3600 // 60).timestamp()
 

@@ -82,6 +82,8 @@ MAX_SPLIT_BYTES = 64 * 1024 * 1024
 """Maximum size of a batch of such a network, either way."""
 HANDED_BACK_KEY = "handed_back"
 """Of a reply beside `error`: why the board may not train now, as in a heartbeat's `blocked`."""
+ALLOWANCE_KEY = "allowance"
+"""Of a reply: what hours and budgets allow afterwards, as in a heartbeat."""
 IGNORES_REPLY_KEY = "ignores_reply"
 """Of an instruction: a finished answer to it on the device is worth nothing; it trains anew."""
 SPLIT_LABEL_BYTES = 4
@@ -372,7 +374,8 @@ class Heartbeat(_Message):
 
     `model` is the SHA-256 of the deployed model that it runs, `deployment` the result of the last deployment,
     `installation` that of the last release or task pack; `boot_id` is that of the status; `blocked` is why it may not
-    train now (`kind`, `reason`, `free_at_s`, `run` where it is that run's condition).
+    train now (`kind`, `reason`, `free_at_s`, `run` where it is that run's condition), `allowance` what its hours and
+    budgets allow where it may.
     """
 
     seq: int
@@ -396,6 +399,7 @@ class Heartbeat(_Message):
     installation: Json | None = None
     boot_id: str | None = None
     blocked: Json | None = None
+    allowance: Json | None = None
 
     def _check(self) -> None:
         # As in `Capabilities`.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from edgefl.core.allowance import Allowance
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.heads import describe_loss, wrap_targets
 from edgefl.core.named_arrays import concatenate_inputs, wrap_inputs
@@ -800,7 +801,8 @@ APP_JOB_PREFIX = "flower-"
 class DeviceInfo:
     """Fleet record of one device.
 
-    `capabilities` is the newest report, `examples` counts by task, `blocks` are those of redundant shards by task.
+    `capabilities` is the newest report, `examples` counts by task, `blocks` are those of redundant shards by task,
+    `allowance` is what its hours and budgets allow, on the clock of the view; None where it reports none.
     """
 
     device_id: str
@@ -811,15 +813,23 @@ class DeviceInfo:
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     source: str = "device"
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    allowance: Allowance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceThroughput:
-    """Measured speed of one device; None before the first measurement."""
+    """Measured speed of one device; None before the first measurement.
+
+    `exchange_s` is what an update takes beside its computing, `bytes_up` the size of the last, `bytes_down` the least
+    that came with an instruction: the first may have had a base with it.
+    """
 
     seconds_per_iteration: float | None = None
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
+    exchange_s: float | None = None
+    bytes_up: float | None = None
+    bytes_down: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -838,6 +848,7 @@ class FleetView(Protocol):
     `now_s` is the run's clock. `devices` are those present that may work in this run; `idle` are trainers without
     outstanding work, in a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device
     that failed or vanished is simply in neither. `speeds`, `progress` and `health` hold only devices that reported.
+    `limited` are those of `devices` with an `allowance`.
     """
 
     @property
@@ -854,6 +865,8 @@ class FleetView(Protocol):
     def progress(self) -> Mapping[str, Progress]: ...
     @property
     def health(self) -> Mapping[str, HealthMetrics]: ...
+    @property
+    def limited(self) -> Collection[str]: ...
 
 
 class Strategy(Protocol[S]):

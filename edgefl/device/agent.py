@@ -347,6 +347,7 @@ class Agent:
     def _get_activity(self) -> DeviceActivity:
         run, assignment, iteration = self._trainer.current or (None, None, None)
         blocker = self._check_conditions()
+        allowance = self._gate.find_allowance() if blocker is None else None
         return DeviceActivity(
             run=run,
             assignment=assignment or None,
@@ -357,6 +358,7 @@ class Agent:
             deployment=self._models.report,
             installation=self._installations.report,
             blocked=blocker.to_json() if blocker is not None else None,
+            allowance=allowance.to_json() if allowance is not None else None,
         )
 
     def _check_conditions(self) -> Blocker | None:

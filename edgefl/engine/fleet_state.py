@@ -77,6 +77,7 @@ class FleetState:
     Attributes:
         in_flight: instructions by assignment id, in the order of dispatch; `busy` has those that train.
         finishing_early: ids of those in flight that were asked to finish early.
+        limited: devices with an allowance.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FleetState:
         self.now_s = 0.0
         self.devices = _PresentDevices()
         self.idle: list[str] = []
+        self.limited: set[str] = set()
         self.in_flight: dict[str, DispatchedInstruction] = {}
         self.finishing_early: set[str] = set()
         self.busy: dict[str, list[str]] = {}
@@ -103,6 +105,8 @@ class FleetState:
             self.devices.by_id[device_id] = info
         else:
             self.devices.by_id.pop(device_id, None)
+        is_limited = info is not None and info.allowance is not None
+        (self.limited.add if is_limited else self.limited.discard)(device_id)
         self._update_idle(device_id)
 
     def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
@@ -171,11 +175,20 @@ class FleetState:
         return metrics
 
     def record_speed(self, device_id: str, metrics: UpdateMetrics) -> None:
-        """Updates the moving average of a device's speed from an update."""
+        """Updates the moving averages of a device's speed from an update, and the sizes of what it sends and gets."""
         if metrics.iterations:
             previous = self.speeds.get(device_id, DeviceThroughput())
             average_s = update_moving_average(previous.seconds_per_iteration, metrics.compute_s / metrics.iterations)
-            self.speeds[device_id] = replace(previous, seconds_per_iteration=average_s)
+            least = (
+                metrics.bytes_down if previous.bytes_down is None else min(previous.bytes_down, metrics.bytes_down)
+            )
+            self.speeds[device_id] = replace(
+                previous,
+                seconds_per_iteration=average_s,
+                exchange_s=update_moving_average(previous.exchange_s, metrics.send_s),
+                bytes_up=metrics.bytes_up,
+                bytes_down=least,
+            )
 
     def record_transfer(self, device_id: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Updates the moving averages of a device's link, once its speed is known."""

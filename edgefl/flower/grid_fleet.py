@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from flwr.app import ArrayRecord, Message, MessageType
@@ -73,6 +73,7 @@ class GridFleetView:
     speeds: dict[str, DeviceThroughput] = field(default_factory=dict)
     progress: Mapping[str, Progress] = field(default_factory=dict)
     health: Mapping[str, HealthMetrics] = field(default_factory=dict)
+    limited: Collection[str] = ()
 
     @property
     def now_s(self) -> float:

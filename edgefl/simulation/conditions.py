@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgefl.core.allowance import Allowance
 from edgefl.core.conditions import (
     NO_CONDITIONS,
     Blocker,
@@ -183,6 +184,11 @@ class SimulatedConditions:
     def find_blocker(self) -> Blocker | None:
         """Returns why the board would not work for the run now; None where it would."""
         return self._gate.check() or self._gate.find_run_blocker(RUN_ID)
+
+    def find_allowance(self) -> Allowance | None:
+        """Returns what its hours and budgets allow, in virtual seconds; None where nothing limits it."""
+        allowance = self._gate.find_allowance()
+        return None if allowance is None else allowance.select_run(RUN_ID).shift(self._clock())
 
     def charge_download(self, num_bytes: int) -> None:
         """Charges a model before its download.

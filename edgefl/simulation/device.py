@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,12 @@ class SimulatedDevice:
     @property
     def device_id(self) -> str:
         return self.info.device_id
+
+    @property
+    def reported_info(self) -> DeviceInfo:
+        """Its entry in the fleet view, with what its hours and budgets allow now."""
+        allowance = self.conditions.find_allowance() if self.conditions is not None else None
+        return self.info if allowance is None else replace(self.info, allowance=allowance)
 
     @property
     def rng(self) -> Generator:

@@ -276,6 +276,7 @@ class SimulatedFleet:
             f"{len(self._devices)} devices are there, none of them is given work, "
             "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unhealthy_policy, "
             "at [privacy] separation and participations, which may let too few take part, "
+            "at the hours and budgets of [conditions], which may hold no work, "
             "and at whom the strategy itself asks"
         )
 
@@ -360,7 +361,7 @@ class SimulatedFleet:
     def _add_device(self, device: SimulatedDevice) -> None:
         name = device.device_id
         if name not in self._state.devices and (self._members is None or name in self._members):
-            self._state.update_device(name, device.info)
+            self._state.update_device(name, device.reported_info)
             self._publish(DeviceAvailable(device_id=name))
 
     def _check_conditions(self, board: SimulatedDevice) -> None:
@@ -377,9 +378,18 @@ class SimulatedFleet:
         """Records what keeps a board from work, if anything."""
         if blocker is not None:
             self._state.update_device(board.device_id, None)
+        elif board.device_id in self._state.devices:
+            self._update_allowance(board)
         elif board.is_present:
             self._add_device(board)
         self._schedule_check(board, blocker)
+
+    def _update_allowance(self, board: SimulatedDevice) -> None:
+        """Updates what a board allows; the run looks at it again where it is another one, such as on a new day."""
+        former, info = self._state.devices[board.device_id].allowance, board.reported_info
+        if info.allowance is not None and not info.allowance.is_within(former):
+            self._publish(DeviceAvailable(device_id=board.device_id))
+        self._state.update_device(board.device_id, info)
 
     def _schedule_check(self, board: SimulatedDevice, blocker: Blocker | None) -> None:
         assert board.conditions is not None

@@ -416,4 +416,7 @@ class InstructionLifecycle:
     def _complete(self, work: InFlightWork) -> None:
         work.is_completed = True
         del self._in_flight[work.instruction.assignment_id]
+        device_id = work.device.device_id
+        if work.device.conditions is not None and device_id in self._state.devices:  # as a reply says it
+            self._state.update_device(device_id, work.device.reported_info)
         self._state.complete(work.instruction)

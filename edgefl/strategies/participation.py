@@ -1,8 +1,9 @@
 """Participation: which devices train, for how much and in which codec, whose updates count, and who evaluates.
 
-The selection excludes boards that do not qualify and reduces load on unhealthy ones; the guard refuses or clips
-updates that would corrupt the model (`update_guard`). Where a run file leaves the codec of updates
-open (`auto`), its selection is part of the policy, too. Evaluation never blocks a round.
+The selection excludes boards that do not qualify and reduces load on unhealthy ones, the planner those whose hours or
+budgets hold no work; the guard refuses or clips updates that would corrupt the model (`update_guard`). Where a run
+file leaves the codec of updates open (`auto`), its selection is part of the policy, too. Evaluation never blocks a
+round.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from edgefl.core.allowance import WorkCost
+from edgefl.core.conditions import Blocker
 from edgefl.core.config import EvaluateOn
 from edgefl.core.types import (
     ClippedUpdate,
@@ -26,6 +29,7 @@ from edgefl.core.types import (
     InstructionFailed,
     Progress,
     Role,
+    TrainConfig,
     TrainInstruction,
     Update,
     UpdateStatus,
@@ -34,6 +38,8 @@ from edgefl.strategies.update_guard import UpdateGuard
 
 REDUCED_BUDGET_FRACTION = 0.5
 """Budget fraction of an unhealthy board."""
+MIN_UPLOAD_S = 60.0
+"""Least time after the end of its hours in which an update of a board is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +83,111 @@ class DeviceSelection:
         return replace(instruction, plan=plan)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkPlanner:
+    """Foresees what the next work costs a board, by its last ones, and whether its hours and budgets hold it.
+
+    What is not known yet is taken to fit: the board judges each work by itself.
+
+    Attributes:
+        plan: of a work; None where the strategy has no common one.
+        task, test_fraction: of the run.
+        speed_name: of the run's model among the `steps_per_s` that a board has measured itself.
+        can_shorten: a work may have any number of iterations, from one on.
+        count_bytes: () -> expected bytes of a model and of an update.
+    """
+
+    plan: TrainConfig | None
+    task: str
+    test_fraction: float = 0.0
+    speed_name: str = ""
+    can_shorten: bool = False
+    count_bytes: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+
+    def find_shortage(
+        self, view: FleetView, device_id: str, *, seconds_per_iteration: float | None = None
+    ) -> Blocker | None:
+        """Returns why the next work does not fit into a board's hours and budgets; None where it does.
+
+        Args:
+            view: the fleet.
+            device_id: one of its devices.
+            seconds_per_iteration: in place of the view's.
+        """
+        info = view.devices.get(device_id)
+        if info is None or info.allowance is None:
+            return None
+        cost = self._estimate(info, view, seconds_per_iteration or self._find_speed(info, view))
+        num_works = 1 + len(view.busy.get(device_id, ()))  # those that it has count again: none is finished yet
+        if num_works > 1:
+            seconds = None if cost.seconds is None else num_works * cost.seconds
+            cost = replace(cost, seconds=seconds, num_bytes=num_works * cost.num_bytes)
+        return info.allowance.find_shortage(cost, view.now_s)
+
+    def fit(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:
+        """Returns an instruction with no more iterations and time than its board's hours and budgets have.
+
+        Iterations are cut where the algorithm leaves them open, never below one. The deadline is at most the end of
+        the hours, and the time that an update takes to arrive.
+        """
+        info = view.devices.get(instruction.device_id)
+        if info is None or info.allowance is None:
+            return instruction
+        speed, seconds = view.speeds.get(instruction.device_id), self._find_speed(info, view)
+        if seconds is None:
+            return instruction
+        exchange_s = None if speed is None else speed.exchange_s
+        plan = instruction.plan
+        if self.can_shorten and plan.iterations is not None and plan.collective is None:
+            fitting = info.allowance.count_fitting(seconds, view.now_s, download_s=(exchange_s or 0.0) / 2)
+            if fitting is not None and fitting < plan.iterations:
+                usual, fitting = plan.fallback_iterations, max(1, fitting)
+                fallback = None if usual is None else min(usual, fitting)
+                plan = replace(plan, iterations=fitting, fallback_iterations=fallback)
+        deadline_s, window = instruction.deadline_s, info.allowance.window
+        if deadline_s is not None and window is not None and exchange_s is not None:
+            left_s = max(0.0, window.ends_s - view.now_s)
+            deadline_s = min(deadline_s, left_s + max(MIN_UPLOAD_S, 2 * exchange_s))
+        return replace(instruction, plan=plan, deadline_s=deadline_s)
+
+    def _find_speed(self, info: DeviceInfo, view: FleetView) -> float | None:
+        """Returns the seconds of an iteration: measured in this run, else by the board itself."""
+        speed = view.speeds.get(info.device_id)
+        if speed is not None and speed.seconds_per_iteration:
+            return speed.seconds_per_iteration
+        steps_per_s = info.capabilities.get("steps_per_s")
+        measured = steps_per_s.get(self.speed_name) if isinstance(steps_per_s, Mapping) else None
+        is_speed = isinstance(measured, int | float) and math.isfinite(measured) and measured > 0
+        return 1 / measured if is_speed and measured else None
+
+    def _estimate(self, info: DeviceInfo, view: FleetView, seconds_per_iteration: float | None) -> WorkCost:
+        speed, plan = view.speeds.get(info.device_id) or DeviceThroughput(), self.plan
+        seconds: float | None = None
+        if plan is not None and plan.seconds is not None and not self.can_shorten:
+            seconds = plan.seconds + (seconds_per_iteration or 0.0)
+        elif plan is not None and seconds_per_iteration is not None:
+            num_examples = round((1 - self.test_fraction) * info.examples.get(self.task, 0))
+            iterations = 1 if self.can_shorten else plan.count_iterations(max(1, num_examples))
+            seconds = None if iterations is None else iterations * seconds_per_iteration
+        num_bytes = 0.0
+        if info.allowance is not None and any(budget.kind == "traffic" for budget in info.allowance.budgets):
+            down, up = speed.bytes_down, speed.bytes_up
+            usual = self.count_bytes() if down is None or up is None else (0.0, 0.0)
+            num_bytes = (usual[0] if down is None else down) + (usual[1] if up is None else up)
+        return WorkCost(seconds=seconds, download_s=(speed.exchange_s or 0.0) / 2, num_bytes=num_bytes)
+
+
 class FilteredFleetView:
     """A fleet view whose `idle` excludes some devices; all else is unchanged.
 
-    `is_excluded` selects the busy devices that get no more work, see `can_receive_work`; `blocked_devices` are never
-    asked again.
+    `idle` is made of `is_excluded` when it is first read, where it is None. `is_excluded` selects the busy devices
+    that get no more work, too, see `can_receive_work`; `blocked_devices` are never asked again.
     """
 
     def __init__(
         self,
         view: FleetView,
-        idle: Sequence[str],
+        idle: Sequence[str] | None,
         is_excluded: Callable[[str], bool] = lambda _: False,
         blocked_devices: Collection[str] = (),
     ) -> None:
@@ -103,6 +203,8 @@ class FilteredFleetView:
 
     @property
     def idle(self) -> Sequence[str]:
+        if self._idle is None:
+            self._idle = [device_id for device_id in self._view.idle if not self.is_excluded(device_id)]
         return self._idle
 
     @property
@@ -120,6 +222,10 @@ class FilteredFleetView:
     @property
     def health(self) -> Mapping[str, HealthMetrics]:
         return self._view.health
+
+    @property
+    def limited(self) -> Collection[str]:
+        return self._view.limited
 
 
 def can_receive_work(device_id: str, view: FleetView) -> bool:
@@ -158,7 +264,7 @@ class CodecPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParticipationPolicy:
-    """Implements `ParticipationPolicy` with a selection, a guard and, where there is one, a codec policy.
+    """Implements `ParticipationPolicy` with a selection, a guard and, where there are, a codec policy and a planner.
 
     With `counts_failures` a failure of a device's work counts against it as a rejected update does.
     """
@@ -166,6 +272,7 @@ class RunParticipationPolicy:
     selection: DeviceSelection = DeviceSelection()
     guard: UpdateGuard = field(default_factory=UpdateGuard)
     codec_policy: CodecPolicy | None = None
+    planner: WorkPlanner | None = None
     counts_failures: bool = False
 
     @property
@@ -173,18 +280,22 @@ class RunParticipationPolicy:
         return self.guard.state.quarantined
 
     def eligible_view(self, view: FleetView) -> FleetView:
-        blocked = self.guard.state.quarantined
-        if self.selection.is_empty and not blocked:
+        blocked, planner = self.guard.state.quarantined, self.planner
+        limited = view.limited if planner is not None else ()
+        if self.selection.is_empty and not blocked and not limited:
             return view
         devices, health, should_rest = view.devices, view.health, self.selection.unhealthy_policy == "rest"
 
         def is_excluded(device_id: str) -> bool:
             if device_id in blocked or not self.selection.is_satisfied_by(devices[device_id]):
                 return True
-            return should_rest and self.selection.is_unhealthy(health.get(device_id))
+            if should_rest and self.selection.is_unhealthy(health.get(device_id)):
+                return True
+            if planner is None or device_id not in limited:
+                return False
+            return planner.find_shortage(view, device_id) is not None
 
-        idle = [device_id for device_id in view.idle if not is_excluded(device_id)]
-        return FilteredFleetView(view, idle, is_excluded, blocked)
+        return FilteredFleetView(view, None, is_excluded, blocked)
 
     def adapt_instruction(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:
         if not instruction.plan.has_training:
@@ -194,6 +305,8 @@ class RunParticipationPolicy:
         # A reduced block would differ from its other copies, and a node's exchange has no budget to reduce.
         if instruction.block is not None or instruction.plan.node is not None:
             return instruction
+        if self.planner is not None and view.limited:
+            instruction = self.planner.fit(instruction, view)
         if self.selection.unhealthy_policy != "smaller" or not self.selection.is_unhealthy(
             view.health.get(instruction.device_id)
         ):

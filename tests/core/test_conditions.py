@@ -12,6 +12,7 @@ from edgefl.core.conditions import (
     Budget,
     Conditions,
     find_blocker,
+    find_close_s,
     find_next_open_s,
     find_period_end_s,
     find_zone,
@@ -179,3 +180,29 @@ def test_a_day_ends_at_midnight_of_its_zone_and_a_month_with_its_last_day():
     zone = find_zone("Europe/Oslo")
     assert find_period_end_s("day", at("2026-03-29T12:00:00"), zone) == at("2026-03-29T22:00:00")
     assert find_period_end_s("month", at("2026-12-31T22:59:00"), zone) == at("2026-12-31T23:00:00")
+
+
+@pytest.mark.parametrize(
+    ("hours", "weekdays", "now", "ends"),
+    [
+        (("22:00-06:00",), (), "2026-11-30T23:00", "2026-12-01T06:00"),
+        (("22:00-06:00",), (), "2026-12-01T05:59:59", "2026-12-01T06:00"),
+        (("22:00-24:00", "00:00-03:10"), (), "2026-11-30T23:00", "2026-12-01T03:10"),
+        (("22:00-24:00",), (), "2026-11-30T23:00", "2026-12-01T00:00"),
+        (("08:00-12:00", "11:00-14:20"), (), "2026-11-30T09:00", "2026-11-30T14:20"),
+        (("22:00-06:00",), ("mon",), "2026-11-30T23:00", "2026-12-01T06:00"),
+        ((), ("mon", "tue"), "2026-11-30T23:00", "2026-12-02T00:00"),
+        (("00:00-24:00",), (), "2026-11-30T23:00", None),
+        ((), (), "2026-11-30T23:00", None),
+    ],
+)
+def test_hours_that_hold_end_at_the_end_of_the_last_span_that_touches_them(hours, weekdays, now, ends):
+    found = find_close_s(Conditions(zone="UTC", hours=hours, weekdays=weekdays), at(now))
+    assert found == (None if ends is None else at(ends))
+
+
+@pytest.mark.parametrize(("day", "end_s"), [("2026-03-29", 7 * 3600), ("2026-10-25", 9 * 3600)])
+def test_an_hour_more_or_less_of_a_change_of_the_clock_counts_in_what_is_left(day, end_s):
+    conditions = Conditions(zone="Europe/Oslo", hours=("22:00-06:00",))
+    begin = datetime.fromisoformat(f"{day}T00:00").replace(tzinfo=find_zone("Europe/Oslo")).timestamp() - 2 * 3600
+    assert find_close_s(conditions, begin) == begin + end_s

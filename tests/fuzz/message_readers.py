@@ -147,6 +147,8 @@ def heartbeat(folder: Path) -> Reader:
         run="run-1", assignment="run-1/a1", iteration=12, holding=["run-1/a1"], model="ab" * 32,
         deployment={"id": "d1", "state": "running", "accuracy": 0.9, "num_examples": 12, "runs": "d1"},
         installation={"id": "i1", "state": "running", "reason": None},
+        allowance={"window": [60, 90], "run": "run-1", "run_window": [5, None],
+                   "day": {"renews_s": 60, "traffic": [1, 2, None], "energy": [1, 2, 0.5]}},
     )  # fmt: skip
     return _heard(folder, Topic.HEARTBEAT, [whole.dump(), Heartbeat(seq=1, session_no=9, uptime_s=0.0).dump()])
 

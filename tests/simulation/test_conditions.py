@@ -10,6 +10,7 @@ import pytest
 
 import edgefl
 from edgefl.core.errors import ConfigError, RunFailedError
+from edgefl.device.conditions.gate import ConditionGate
 from edgefl.simulation import simulated_run
 from edgefl.simulation.history_recorder import SIMULATION_EPOCH
 
@@ -43,7 +44,7 @@ MODEL = {"model": "logistic"}
 def simulate(tmp_path):
     def run(
         profiles, names, *, days=3.0, conditions=None, simulation=None, model=MODEL, bookkeeping_only=False,
-        compression=None,
+        compression=None, strategy=None,
         **run_section,
     ):  # fmt: skip
         path = tmp_path / "profiles.toml"
@@ -51,7 +52,7 @@ def simulate(tmp_path):
         config = {
             "run": {"task": "digits", "seconds": days * DAY_S, "seed": 3, "evaluate_on": "none", **run_section},
             "task": model,
-            "strategy": {"iterations": 7},
+            "strategy": strategy or {"iterations": 7},
             "devices": {"min": 1},
             "conditions": conditions or {},
             "compression": compression or {},
@@ -148,7 +149,7 @@ def test_nothing_is_trained_whose_update_would_not_fit_and_one_that_did_not_is_t
 
 
 def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_too(simulate):
-    result = simulate(CAR.partition("[profile.car.conditions.day]")[0], ["car"], days=0.4)
+    result = simulate(CAR.partition("[profile.car.conditions.day]", maxsplit=1)[0], ["car"], days=0.4)
     sent = [(row["ended_at"] - 1, row["ended_at"]) for row in list_updates(result) if row["outcome"] == "used"]
     assert len(sent) > 10
     assert count_outside_s(sent, CAR_SPANS) == 0
@@ -237,3 +238,54 @@ def test_a_run_whose_boards_stay_away_ends(simulate):
 def test_conditions_that_could_never_hold_are_refused(simulate, profile, conditions, message):
     with pytest.raises(ConfigError, match=message):
         simulate(f"[profile.a]\n{LINKS}{profile}", ["a"], conditions=conditions)
+
+
+def count_lost(result):
+    return sum(row["outcome"] == "lost" for row in result.updates)
+
+
+def test_a_board_starts_no_work_that_its_hours_or_budgets_do_not_hold_once_it_is_measured(simulate, monkeypatch):
+    planned = simulate(OFFICE, ["office"])
+    assert count_lost(planned) == 0
+    assert sum(sum_by_day(list_works(planned, "device-01"))) > 0
+    monkeypatch.setattr(ConditionGate, "find_allowance", lambda _: None)  # as an older release
+    blind = simulate(OFFICE, ["office"])
+    assert count_lost(blind) >= 2
+    used = [sum(row["outcome"] == "used" for row in result.updates) for result in (planned, blind)]
+    assert used[0] >= 0.8 * used[1]
+
+
+def test_a_round_waits_for_the_night_where_the_rest_of_this_one_holds_no_work(simulate):
+    profiles = OFFICE.split("[profile.office.conditions.day]", maxsplit=1)[0]
+    result = simulate(profiles, ["office"], days=2.0, strategy={"iterations": 150})  # 5 of 12 hours
+    works = list_works(result, "device-01")
+    assert count_lost(result) == 0
+    assert [round(start / HOUR_S) for start, _ in works] == [19, 43], "after each the rest of the night is too short"
+    assert count_outside_s(works, OFFICE_SPANS) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_budget_of_bytes_that_no_longer_holds_model_and_update_keeps_a_board_out_until_the_next_day(simulate):
+    profiles = OFFICE.replace("processor_s = 7200", "traffic_mb = 1.0")
+    result = simulate(profiles, ["office"], strategy={"iterations": 2}, model={"model": "mlp"})
+    assert result.updates
+    assert count_lost(result) == 0
+    assert max(sum_bytes_by_day(result)) <= 1e6
+
+
+def test_esync_gives_a_board_as_many_iterations_as_its_hours_hold_and_never_loses_them(simulate, monkeypatch):
+    hours = '[profile.fast.conditions]\nhours = ["19:00-07:00"]\n'
+    fast = f"[profile.fast]\n{LINKS}speed = 100.0\n{hours}"
+    slow = f"[profile.slow]\n{LINKS}\n"
+
+    def run():
+        return simulate(
+            fast + slow, ["fast", "slow"], days=2.0, strategy={"name": "esync"}, simulation={"iteration_s": 7200.0}
+        )
+
+    planned = run()
+    counts = [row["iterations"] for row in planned.updates if row["device_id"] == "device-01"]
+    assert count_lost(planned) == 0
+    assert max(counts) > 10
+    assert 1 < min(counts[1:]) < max(counts), "the last of a night is cut"
+    monkeypatch.setattr(ConditionGate, "find_allowance", lambda _: None)
+    assert count_lost(run()) >= 1

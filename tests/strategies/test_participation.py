@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from edgefl.core.allowance import Allowance, BudgetLeft, Window
 from edgefl.core.types import (
     DeviceInfo,
+    DeviceThroughput,
     GossipConfig,
     HealthMetrics,
     Role,
@@ -17,7 +19,13 @@ from edgefl.core.types import (
     Update,
     UpdateMetrics,
 )
-from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
+from edgefl.strategies.participation import (
+    MIN_UPLOAD_S,
+    DeviceSelection,
+    EvaluationSchedule,
+    RunParticipationPolicy,
+    WorkPlanner,
+)
 from edgefl.strategies.update_guard import UpdateGuard
 
 SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
@@ -36,8 +44,9 @@ def view(vitals=None, **capabilities):
         for name in ("pi-1", "pi-2", "pi-3")
     }
     return SimpleNamespace(
-        now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, health=vitals or {}
-    )
+        now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, health=vitals or {},
+        limited=(),
+    )  # fmt: skip
 
 
 def order(device="pi-1", **budget):
@@ -224,3 +233,102 @@ def test_ids_tell_apart_what_names_with_hyphens_could_mix_up():
     devices = {name: DeviceInfo(device_id=name, role=Role.EVALUATOR, source="evaluator") for name in names}
     orders = EvaluationSchedule()(1, 1, SimpleNamespace(devices=devices), False, names)
     assert len({order.assignment_id for order in orders}) == len(orders) == 6 + 6 * 6
+
+
+def limited_view(allowance, *, speed=None, name="pi-1", **capabilities):
+    """A fleet whose board pi-1 has an allowance, and 100 examples, as the others do."""
+    fleet = view(**capabilities)
+    for device, info in fleet.devices.items():
+        fleet.devices[device] = replace(info, examples={"digits": 100})
+    fleet.devices[name] = replace(fleet.devices[name], allowance=allowance)
+    fleet.limited = {name}
+    fleet.speeds = {} if speed is None else {name: speed}
+    return fleet
+
+
+def planning(plan=None, **settings):
+    plan = plan or TrainConfig(iterations=10)
+    return RunParticipationPolicy(planner=WorkPlanner(plan=plan, task="digits", **settings))
+
+
+HOUR = Allowance(window=Window(ends_s=3600.0, reopens_s=60_000.0))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "plan", "is_asked"),
+    [
+        (288.0, TrainConfig(iterations=10), True),
+        (288.1, TrainConfig(iterations=10), False),
+        (719.0, TrainConfig(epochs=1, batch_size=32), True),  # 4 iterations of 100 examples
+        (721.0, TrainConfig(epochs=1, batch_size=32), False),
+        (10.0, TrainConfig(seconds=2000.0), True),
+        (10.0, TrainConfig(seconds=2900.0), False),
+        (None, TrainConfig(iterations=10**6), True),
+        (1e6, None, True),
+    ],
+)
+def test_a_board_is_asked_only_where_its_hours_hold_the_work_as_far_as_that_is_known(step_s, plan, is_asked):
+    policy = RunParticipationPolicy(planner=WorkPlanner(plan=plan, task="digits"))
+    fleet = limited_view(HOUR, speed=DeviceThroughput(seconds_per_iteration=step_s))
+    asked = policy.eligible_view(fleet)
+    assert list(asked.idle) == (["pi-1"] if is_asked else []) + ["pi-2", "pi-3"]
+    assert asked.is_excluded("pi-1") != is_asked
+
+
+def test_examples_that_are_kept_for_a_test_are_none_of_the_work():
+    fleet = limited_view(HOUR, speed=DeviceThroughput(seconds_per_iteration=800.0))
+    plan = TrainConfig(epochs=1, batch_size=32)  # 3 iterations of 80 examples
+    assert "pi-1" in planning(plan, test_fraction=0.2).eligible_view(fleet).idle
+    assert "pi-1" not in planning(plan).eligible_view(fleet).idle
+
+
+def test_before_its_first_update_a_board_is_judged_by_its_own_measurement_and_by_expected_bytes():
+    fleet = limited_view(HOUR, pi_1={"steps_per_s": {"digits/cnn": 0.001}})
+    assert "pi-1" not in planning(speed_name="digits/cnn").eligible_view(fleet).idle
+    for name, speeds in (("digits", {"digits": 10.0}), ("cnn", {}), ("x", {"x": 0}), ("x", {"x": "1"}), ("x", 3)):
+        fleet = limited_view(HOUR, pi_1={"steps_per_s": speeds})
+        assert "pi-1" in planning(speed_name=name).eligible_view(fleet).idle
+    budget = BudgetLeft(kind="traffic", period="day", left=100.0, limit=500.0, renews_s=600.0)
+    for down, up, is_asked in ((40.0, 60.0, True), (40.0, 61.0, False)):
+        policy = planning(count_bytes=lambda down=down, up=up: (down, up))
+        assert ("pi-1" in policy.eligible_view(limited_view(Allowance(budgets=(budget,)))).idle) == is_asked
+    fleet = limited_view(Allowance(budgets=(budget,)), speed=DeviceThroughput(bytes_up=30.0, bytes_down=71.0))
+    assert "pi-1" not in planning().eligible_view(fleet).idle
+
+
+def test_a_board_at_work_gets_more_only_where_all_of_it_fits():
+    fleet = limited_view(HOUR, speed=DeviceThroughput(seconds_per_iteration=200.0))
+    assert not planning().eligible_view(fleet).is_excluded("pi-1")
+    fleet.busy = {"pi-1": ["a-0"]}
+    assert planning().eligible_view(fleet).is_excluded("pi-1")
+
+
+def test_only_iterations_that_are_open_are_cut_to_what_fits_and_never_below_one():
+    speed = DeviceThroughput(seconds_per_iteration=100.0, exchange_s=200.0)
+    for can_shorten, left_s, expected in ((True, 1000.0, 7), (True, 1e6, 50), (True, 10.0, 1), (False, 1000.0, 50)):
+        fleet = limited_view(Allowance(window=Window(ends_s=left_s)), speed=speed)
+        policy = planning(can_shorten=can_shorten)
+        assert policy.adapt_instruction(order(iterations=50), fleet).plan.iterations == expected
+    fleet = limited_view(Allowance(window=Window(ends_s=1000.0)), speed=speed)
+    open_ended = replace(order(), plan=TrainConfig(iterations=10_000, report_progress=True, fallback_iterations=9))
+    plan = planning(can_shorten=True).adapt_instruction(open_ended, fleet).plan
+    assert (plan.iterations, plan.fallback_iterations) == (7, 7)
+    assert planning(can_shorten=True).adapt_instruction(order("pi-2", iterations=50), fleet).plan.iterations == 50
+
+
+def test_where_work_can_be_cut_a_board_is_asked_whose_hours_hold_one_iteration():
+    for step_s, is_asked in ((2879.0, True), (2881.0, False)):
+        fleet = limited_view(HOUR, speed=DeviceThroughput(seconds_per_iteration=step_s))
+        policy = planning(TrainConfig(iterations=10), can_shorten=True)
+        assert ("pi-1" in policy.eligible_view(fleet).idle) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "exchange_s", "expected"),
+    [(10_000.0, 5.0, 3600.0 + MIN_UPLOAD_S), (10_000.0, 100.0, 3800.0), (900.0, 5.0, 900.0), (None, 5.0, None),
+     (10_000.0, None, 10_000.0)],
+)  # fmt: skip
+def test_a_deadline_is_at_most_the_end_of_the_hours_and_the_time_of_an_upload(deadline_s, exchange_s, expected):
+    speed = DeviceThroughput(seconds_per_iteration=1.0, exchange_s=exchange_s)
+    asked = replace(order(iterations=10), deadline_s=deadline_s)
+    assert planning().adapt_instruction(asked, limited_view(HOUR, speed=speed)).deadline_s == expected

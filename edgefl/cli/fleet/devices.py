@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from edgefl.system.api_client import CoordinatorClient
 
 COLUMNS = (
-    "device_id", "presence", "problem", "drift", "drained", "blocked", "cloned", "silent_s", "role", "groups",
-    "examples", "allotted_to", "run", "iteration", "temperature_c", "seconds_per_iteration", "model", "version",
-    "joined_at",
+    "device_id", "presence", "problem", "drift", "drained", "blocked", "allowance", "cloned", "silent_s", "role",
+    "groups", "examples", "allotted_to", "run", "iteration", "temperature_c", "seconds_per_iteration", "model",
+    "version", "joined_at",
 )  # fmt: skip
 LOG_COLUMNS = ("device_id", "n", "at", "level", "logger", "run", "assignment", "message")
 FOLLOW_INTERVAL_S = 1.0
 _OPTIONAL_COLUMNS = (
-    "problem", "drift", "drained", "blocked", "cloned", "groups", "allotted_to", "run", "iteration", "temperature_c",
-    "model",
+    "problem", "drift", "drained", "blocked", "allowance", "cloned", "groups", "allotted_to", "run", "iteration",
+    "temperature_c", "model",
 )  # fmt: skip
 _DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from edgefl import DISTRIBUTION
@@ -24,6 +24,7 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
+from edgefl.core.conditions import Blocker
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.protocol import (
     COMPILED_KEY,
@@ -39,6 +40,7 @@ from edgefl.core.protocol import (
 from edgefl.core.types import (
     DeviceInfo,
     EvaluateInstruction,
+    FleetView,
     HealthMetrics,
     Indices,
     Json,
@@ -92,6 +94,7 @@ class RunSpec:
         max_weight_ratio: of what one device may weigh to the median; see `ClaimLimits`.
         min_devices: that the first round waits for.
         wait_s: how long the run may be without work; None for no limit.
+        find_shortage: (view, device) -> why no work of the run fits into its hours and budgets, on the view's clock.
     """
 
     run_id: str
@@ -114,6 +117,7 @@ class RunSpec:
     max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
     min_devices: int = 1
     wait_s: float | None = None
+    find_shortage: Callable[[FleetView, str], Blocker | None] = lambda _view, _device_id: None
 
     @property
     def compiled(self) -> Json | None:
@@ -411,7 +415,7 @@ class LiveFleetView(FleetState):
         return info is not None and info.role == Role.TRAINER and self._eligibility.is_eligible(info)
 
     def admit(self, device_id: str) -> None:
-        """Marks an admitted device for the next `refresh`."""
+        """Marks a device for the next `refresh`: one that is admitted, or reports another allowance."""
         with self._lock:
             self._stale_ids.add(device_id)
 
@@ -444,6 +448,9 @@ class LiveFleetView(FleetState):
         if info is not None and not is_eligible and self._registry.get_allotted_run(device_id) == self.run_id:
             self._registry.decline_board(device_id, self.run_id)
         listed_info = info if may_work and is_eligible else None
+        if listed_info is not None:
+            allowance = self._registry.get_allowance(device_id, self.run_id, self._clock())
+            listed_info = listed_info if allowance is None else replace(listed_info, allowance=allowance)
         if listed_info != self.devices.get(device_id):
             self._changes[device_id] = listed_info
         self.update_device(device_id, listed_info)

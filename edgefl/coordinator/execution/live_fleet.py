@@ -60,6 +60,7 @@ from edgefl.core.conditions import format_blocker, parse_blocker
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
 from edgefl.core.protocol import (
     ADAPT_KEY,
+    ALLOWANCE_KEY,
     BASE_TRAFFIC_KEY,
     COMPILED_KEY,
     HANDED_BACK_KEY,
@@ -94,6 +95,9 @@ log = logging.getLogger(__name__)
 EVALUATION_DEADLINE_S = 600.0
 JOB_LOGGED = "job-log"
 """Kind of the events of what a job logs on its boards."""
+SHORTAGE = "no-work-fits"
+"""Kind of the event of a device whose hours or budgets no longer hold a work of the run."""
+SHORTAGE_INTERVAL_S = 1.0
 MAX_REASON_CHARS = 500
 MAX_BASE_DOWNLOADS = 2
 """Times that a device may say it has fetched the base of a run; more is not counted."""
@@ -173,6 +177,8 @@ class LiveFleet:
         self._resumed_until_s: float | None = None
         self._has_renewed_lineage = False
         self._hand_backs: dict[str, list[float]] = {}
+        self._shortages: dict[str, str] = {}
+        self._shortages_due_s = clock()
         self._base_bytes: dict[str, int] = {}
         self._interruption: InterruptedRunError | None = None
         self._queries: dict[str, int] = {}
@@ -188,7 +194,7 @@ class LiveFleet:
             run,
             clock,
             lambda kind, message: record_event(kind, "", message),
-            get_not_ready=self._membership.get_not_ready,
+            get_not_ready=lambda: {**self._shortages, **self._membership.get_not_ready()},
             on_waiting=on_waiting,
         )
         self._unsubscribe = registry.subscribe(self._queue.put)
@@ -256,6 +262,7 @@ class LiveFleet:
     def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
         """Sends every instruction and wake-up; one that cannot be sent comes back as `InstructionFailed`."""
         self._distributor.update_source(source)
+        self._update_shortages()
         for instruction in instructions:
             if isinstance(instruction, FinishEarlyInstruction):
                 self._view.finish_early(instruction.assignment_id)
@@ -267,6 +274,27 @@ class LiveFleet:
                 pending = self._make_pending(instruction, payload, now_s)
                 self._add_split(pending, source)
                 self._in_flight.dispatch(pending)
+
+    def _update_shortages(self) -> None:
+        """Records which idle devices no work fits into, once a second at most: in history, registry and waiting."""
+        now_s = self.clock()
+        if now_s < self._shortages_due_s or not (self._view.limited or self._shortages):
+            return
+        self._shortages_due_s = now_s + SHORTAGE_INTERVAL_S
+        for device_id in sorted(self._view.limited.union(self._shortages).difference(self._view.busy)):
+            if device_id not in self._view.devices and self._works_for_another(device_id):
+                continue  # as no work of this run fits
+            blocker = self._run.find_shortage(self._view, device_id)
+            if blocker is not None and blocker.free_at_s is not None:
+                blocker = replace(blocker, free_at_s=blocker.free_at_s - self._view.now_s)
+            former = self._shortages.pop(device_id, "")
+            if reason := self.registry.record_shortage(device_id, self.run_id, blocker):
+                self._shortages[device_id] = reason
+                if not former:
+                    self._record_event(SHORTAGE, device_id, reason)
+
+    def _works_for_another(self, device_id: str) -> bool:
+        return self.registry.get_allotted_run(device_id) not in {None, self.run_id}
 
     def resume_in_flight(self, in_flight: Sequence[DispatchedInstruction], source: ModelProvider) -> None:
         """Resumes instructions that an earlier coordinator dispatched; devices may have finished them by now.
@@ -383,7 +411,7 @@ class LiveFleet:
                 raise self._interruption
             has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
             self._idle_reporter.has_started |= bool(self._view.speeds)  # of a run that goes on where it was
-            if self._idle_reporter.poll(self._view.idle, has_work=has_work):
+            if self._idle_reporter.poll(self._list_able(), has_work=has_work):
                 return []  # so that the event is committed now
             if (reason := self._idle_reporter.find_overdue_reason()) is not None:
                 # A run that has begun keeps what it has, and can be resumed.
@@ -402,6 +430,11 @@ class LiveFleet:
             events += self._membership.poll()
             if events or (self.clock() >= until_s and self._interruption is None):
                 return events
+
+    def _list_able(self) -> Sequence[str]:
+        """Returns the idle devices that a work fits into."""
+        idle = self._view.idle
+        return idle if not self._shortages else [name for name in idle if name not in self._shortages]
 
     def _answer_queries(self) -> None:
         """Lets the devices go on that the strategy, which has seen their queries, does not ask to finish."""
@@ -465,7 +498,7 @@ class LiveFleet:
     def _fail_taken(self, device_id: str) -> list[Event]:
         """Recalls the work of a board that now works for another run."""
         run_id = self.registry.get_allotted_run(device_id)
-        if run_id in {None, self.run_id}:
+        if not self._works_for_another(device_id):
             return []
         for pending in self._in_flight.list_for_device(device_id):
             self._in_flight.finish_early(pending.wire_id)
@@ -555,6 +588,9 @@ class LiveFleet:
         pending = self._find_pending(reply)
         if pending is None:
             return []
+        if ALLOWANCE_KEY in reply.header:
+            self.registry.record_allowance(pending.instruction.device_id, reply.header[ALLOWANCE_KEY])
+            self._view.admit(pending.instruction.device_id)
         foreign_part = self._find_foreign_part(pending, reply)
         if foreign_part is not None:
             return self._on_foreign_reply(pending, reply, foreign_part)

@@ -24,6 +24,7 @@ from edgefl.coordinator.fleet.presence import (
     PresenceRecord,
     PresenceTracker,
 )
+from edgefl.core.allowance import Allowance, parse_allowance
 from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples, format_drift, parse_drift
 from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
@@ -46,6 +47,7 @@ DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
         "presence": NEVER_SEEN,
         "drained": False,
         "blocked": None,
+        "allowance": None,
         "silent_s": None,
         "cloned": None,
         "problem": None,
@@ -126,6 +128,8 @@ class _RegistryEntry:
     is_drained: bool = False
     blocker: Blocker | None = None
     run_blockers: dict[str, tuple[Blocker, float]] = field(default_factory=dict)
+    allowance: Allowance | None = None
+    shortages: dict[str, str] = field(default_factory=dict)
     known_examples: dict[str, int] = field(default_factory=dict)
     grown_s: float = -math.inf
     was_seen: bool = False
@@ -186,7 +190,7 @@ class DeviceRegistry:
         self._entries: dict[str, _RegistryEntry] = {}
         self._device_by_node: dict[int, str] = {}
         self._run_blocked_ids: set[str] = set()
-        self._allotments = BoardAllotments(lambda device_id, run_id: run_id in self._entries[device_id].run_blockers)
+        self._allotments = BoardAllotments(self._is_kept_from)
         self._event_bus = EventBus[RegistryEvent]()
         self._lock = threading.RLock()
 
@@ -306,8 +310,15 @@ class DeviceRegistry:
         """Releases the boards of a run that is active no longer."""
         with self._lock:
             self._allotments.close(run_id)
+            for entry in self._entries.values():
+                entry.shortages.pop(run_id, None)
             self._allot_all()
         self._event_bus.publish()
+
+    def _is_kept_from(self, device_id: str, run_id: str) -> bool:
+        """Returns whether a run cannot use a device now: by its own conditions, or as no work of it fits."""
+        entry = self._entries[device_id]
+        return run_id in entry.run_blockers or run_id in entry.shortages
 
     def decline_board(self, device_id: str, run_id: str) -> None:
         """Releases a board that its run cannot use now to a run that can, if there is one."""
@@ -370,6 +381,58 @@ class DeviceRegistry:
             self._set_blocker(device_id, parse_blocker(reported))
         self._event_bus.publish()
 
+    def get_allowance(self, device_id: str, run_id: str, now_s: float) -> Allowance | None:
+        """Returns what the hours and budgets of a device allow a run, on a clock on which it is `now_s`."""
+        entry = self._entries.get(device_id)
+        if entry is None or entry.allowance is None:
+            return None
+        return entry.allowance.select_run(run_id).shift(now_s - self._clock())
+
+    def record_allowance(self, device_id: str, reported: object) -> None:
+        """Records what the hours and budgets of a device allow, as of a heartbeat or reply; None or nonsense: all."""
+        with self._lock:
+            self._set_allowance(device_id, reported)
+        self._event_bus.publish()
+
+    def _set_allowance(self, device_id: str, reported: object) -> None:
+        """Sets what a device allows, under the lock; who plans with it is told where it allows more than before.
+
+        Where it allows less, they find that at its next answer, which is when it is chosen again.
+        """
+        entry, allowance = self._entries.get(device_id), parse_allowance(reported)
+        if entry is None or (entry.allowance is None and allowance is None):
+            return
+        now_s, former = self._clock(), entry.allowance
+        entry.allowance = None if allowance is None else allowance.shift(now_s)
+        if entry.allowance is None or not entry.allowance.is_within(former):
+            self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+
+    def record_shortage(self, device_id: str, run_id: str, blocker: Blocker | None) -> str:
+        """Records why no work of a run fits into the hours and budgets of a device; None where one does.
+
+        A device that no work of its run fits into goes to another run that can use it.
+
+        Args:
+            device_id: of the device.
+            run_id: of the run.
+            blocker: `free_at_s` counts from now.
+
+        Returns:
+            the reason in one line; empty for None.
+        """
+        reason = format_unfit(blocker) if blocker is not None else ""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is None:
+                return reason
+            was_short = entry.shortages.pop(run_id, None) is not None
+            if reason:
+                entry.shortages[run_id] = reason
+            if was_short != bool(reason):
+                self._allot(device_id)
+        self._event_bus.publish()
+        return reason
+
     def _set_blocker(self, device_id: str, blocker: Blocker | None, working_run: str | None = None) -> None:
         """Sets why a device may not train now, under the lock.
 
@@ -427,6 +490,9 @@ class DeviceRegistry:
         blocker = self.get_blocker(device_id, run_id) or self.get_reported_blocker(device_id)
         if blocker is not None and presence in _SCHEDULABLE_STATES:
             return f"it may not train now: {format_blocker(blocker)}"
+        entry = self._entries.get(device_id)
+        if entry is not None and run_id in entry.shortages and presence in _SCHEDULABLE_STATES:
+            return entry.shortages[run_id or ""]
         holder = self.get_allotted_run(device_id)
         if presence in _SCHEDULABLE_STATES and run_id is not None and holder not in {None, run_id}:
             return f"it works for run {holder}"
@@ -463,7 +529,8 @@ class DeviceRegistry:
                         "presence": _format_presence(record.state if record else None, entry),
                         **({"silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
-                        "blocked": format_blocker(entry.blocker) if entry.blocker else None,
+                        "blocked": _format_blocked(entry),
+                        "allowance": entry.allowance.describe(self._clock()) or None if entry.allowance else None,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
                         "drift": format_drift(parse_drift(facts)) if "drift" in facts else None,
                         "problem": find_problem(entry.info) if "shard_errors" in facts else None,
@@ -531,6 +598,7 @@ class DeviceRegistry:
             ):
                 return
             self._set_blocker(device_id, parse_blocker(heartbeat.blocked), heartbeat.run)
+            self._set_allowance(device_id, heartbeat.allowance)
             now_s = self._clock()
             self._event_bus.enqueue(self._presence.on_heartbeat(device_id, heartbeat, now_s))
             held = HeldInstructions(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)
@@ -649,6 +717,19 @@ class DeviceRegistry:
 def _list_blocked(entry: _RegistryEntry) -> set[str]:
     """Returns the runs that a device may not train for; an empty one stands for all of them."""
     return {*entry.run_blockers, *([""] if entry.blocker is not None and not entry.blocker.run else [])}
+
+
+def format_unfit(blocker: Blocker) -> str:
+    """Returns why no work fits into the hours and budgets of a device, in one line; `free_at_s` counts from now."""
+    free_in_s = blocker.free_at_s
+    return format_blocker(replace(blocker, free_at_s=None if free_in_s is None else time.time() + free_in_s))
+
+
+def _format_blocked(entry: _RegistryEntry) -> str | None:
+    """Returns why a device may not train now, or why no work of a run fits; None where nothing is in the way."""
+    if entry.blocker is not None:
+        return format_blocker(entry.blocker)
+    return next((f"run {run_id}: {reason}" for run_id, reason in entry.shortages.items()), None)
 
 
 def _format_presence(state: DevicePresence | None, entry: _RegistryEntry | None) -> str:

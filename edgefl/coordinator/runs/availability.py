@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from edgefl.core.allowance import Allowance, parse_allowance
 from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
 from edgefl.core.errors import EdgeflError
-from edgefl.core.protocol import CommandKind
+from edgefl.core.protocol import ALLOWANCE_KEY, CommandKind
 from edgefl.core.types import Json
 
 log = logging.getLogger(__name__)
@@ -40,12 +41,14 @@ class Availability:
         blocked: why others would not, by id.
         unknown: those that did not answer.
         unasked: those that were not asked, as they were too many or the time was over.
+        allowances: of the free ones whose hours for the run end; times count from the answer.
     """
 
     free: tuple[str, ...] = ()
     blocked: Mapping[str, str]
     unknown: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
+    allowances: Mapping[str, Allowance] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         """Returns the numbers."""
@@ -77,6 +80,7 @@ def ask_availability(
         clock: seconds, monotonic.
     """
     until_s, unasked = clock() + ASKING_S, set(device_ids[MAX_ASKED:])
+    allowances = dict[str, Allowance]()
 
     def ask(device_id: str) -> Blocker | bool | None:
         """Returns what blocks a board, False for nothing, None without an answer."""
@@ -90,6 +94,8 @@ def ask_availability(
         except EdgeflError as error:
             log.info("%s", error)
             return None
+        if (allowance := parse_allowance(reply.get(ALLOWANCE_KEY))) is not None:
+            allowances[device_id] = allowance
         return parse_blocker(reply["blocked"]) if "blocked" in reply else False
 
     asked = list(device_ids)[:MAX_ASKED]
@@ -100,6 +106,7 @@ def ask_availability(
         blocked={name: _explain(answer) for name, answer in answers.items() if isinstance(answer, Blocker)},
         unknown=tuple(name for name, answer in answers.items() if answer is None and name not in unasked),
         unasked=tuple(name for name in device_ids if name in unasked),
+        allowances=allowances,
     )
 
 

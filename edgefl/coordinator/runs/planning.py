@@ -23,10 +23,11 @@ from edgefl.coordinator.execution.fleet_view import (
     find_training_blocker,
     is_selected,
 )
-from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.registry import DeviceRegistry, format_unfit
 from edgefl.coordinator.runs.availability import Availability, CallDevice, ask_availability
 from edgefl.coordinator.runs.compilation import expect_compiled
 from edgefl.coordinator.runs.history_recorder import format_shortage
+from edgefl.core.allowance import Allowance
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.protocol import COMPILED_KEY, CONDITIONS_KEY, EVALUATOR_NAME, MAX_PEER_BYTES, select_backend
@@ -40,6 +41,7 @@ from edgefl.core.types import (
     TrainInstruction,
 )
 from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean
+from edgefl.engine.assembly.rules import get_speed_name
 from edgefl.engine.evaluations import MIN_EVALUATORS
 from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import StoppingCriteria
@@ -142,7 +144,15 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     }
     availability = _ask_availability(run, [name for name, reason in reasons.items() if not reason], call)
     reasons |= availability.blocked if availability is not None else {}
-    available = {name: info for name, reason in reasons.items() if not reason and (info := registry.get_device(name))}
+    benchmarks = _get_benchmark_speeds(registry, run.config) if run.encode_input is None else {}
+    speeds = {**benchmarks, **get_seconds_per_iteration(store, run.config.run.task)}
+    available = {
+        name: replace(info, allowance=_find_allowance(name, registry, availability))
+        for name, reason in reasons.items()
+        if not reason and (info := registry.get_device(name))
+    }
+    shortages = _find_shortages(run, available, {name: speed for name, (speed, _) in speeds.items()})
+    reasons, available = reasons | shortages, {n: info for n, info in available.items() if n not in shortages}
     evaluators = [
         i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
     ]
@@ -151,8 +161,6 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
         view.update_device(info.device_id, info)
     instructions = _schedule_first(run, view)
     sizes = _PayloadSizes(run)
-    benchmarks = _get_benchmark_speeds(registry, run.config) if run.encode_input is None else {}
-    speeds = {**benchmarks, **get_seconds_per_iteration(store, run.config.run.task)}
     rows = [
         _create_row(
             name,
@@ -180,6 +188,29 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     }
 
 
+def _find_allowance(device_id: str, registry: DeviceRegistry, availability: Availability | None) -> Allowance | None:
+    """Returns what the hours and budgets of a device allow the planned run; times count from now."""
+    owners = registry.get_allowance(device_id, "", 0.0)
+    planned = availability.allowances.get(device_id) if availability is not None else None
+    if planned is None:
+        return owners
+    merged = replace(owners or Allowance(), run=planned.run, run_window=planned.run_window)
+    return merged.select_run(planned.run)
+
+
+def _find_shortages(
+    run: RunComponents, devices: Mapping[str, DeviceInfo], speeds: Mapping[str, float]
+) -> dict[str, str]:
+    """Returns why no work of a run fits into the hours and budgets of some devices now."""
+    planner, view = run.policy.planner, FleetState()
+    if planner is None:
+        return {}
+    for info in devices.values():
+        view.update_device(info.device_id, info)
+    found = {name: planner.find_shortage(view, name, seconds_per_iteration=speeds.get(name)) for name in view.limited}
+    return {name: format_unfit(blocker) for name, blocker in found.items() if blocker is not None}
+
+
 def _ask_availability(run: RunComponents, names: Sequence[str], call: CallDevice | None) -> Availability | None:
     """Returns which devices would be free now by the run's conditions; None where it has none."""
     conditions = run.header.get(CONDITIONS_KEY)
@@ -192,8 +223,7 @@ def _ask_availability(run: RunComponents, names: Sequence[str], call: CallDevice
 
 def _get_benchmark_speeds(registry: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
     """Returns devices' benchmarked seconds per iteration for the run's model, or its task's default one."""
-    model = config.task.get("model")
-    name = f"{config.run.task}/{model}" if model is not None else config.run.task
+    name = get_speed_name(config.run.task, config.task.get("model"))
     seconds_by_device = {}
     for info in registry.list_devices():
         speeds = info.capabilities.get("steps_per_s")

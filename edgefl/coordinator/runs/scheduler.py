@@ -937,7 +937,7 @@ class RunScheduler:
     def _make_run_spec(
         self, components: RunComponents, start: RunStart, wal: WalJournal, split_run: SplitRun | None
     ) -> RunSpec:
-        config, split = components.config, components.split
+        config, split, planner = components.config, components.split, components.policy.planner
         return RunSpec(
             run_id=start.incarnations.run_id,
             task=config.run.task,
@@ -959,6 +959,7 @@ class RunScheduler:
             max_weight_ratio=config.guard.max_weight_ratio,
             min_devices=1 if start.is_resumed and not start.is_exact else config.devices.min,
             wait_s=config.devices.wait_s,
+            **({} if planner is None else {"find_shortage": planner.find_shortage}),
         )
 
     def _close_fleet(self, fleet: LiveFleet, *, will_resume: bool) -> None:

@@ -17,7 +17,16 @@ from datetime import tzinfo
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.conditions import USE_KINDS, Blocker, Conditions, find_period, find_period_end_s, find_zone
+from edgefl.core.allowance import PERIODS, BudgetLeft
+from edgefl.core.conditions import (
+    USE_KINDS,
+    USE_UNITS,
+    Blocker,
+    Conditions,
+    find_period,
+    find_period_end_s,
+    find_zone,
+)
 from edgefl.core.errors import StoreError
 from edgefl.core.protocol import INLINE_BODY_BYTES
 from edgefl.core.safe_parsing import parse_json
@@ -26,7 +35,6 @@ from edgefl.system.atomic_files import write_atomic
 log = logging.getLogger(__name__)
 
 USAGE_FILE = "budgets.json"
-PERIODS = ("day", "month")
 MAX_SKEW_S = 300.0
 """By how much the clocks of board and coordinator may differ where they agree."""
 FIRST_MARGINS: Mapping[str, float] = {
@@ -47,8 +55,6 @@ MAX_TIME_S = 1e11
 """Of a clock; the year 5138."""
 ALL = 1e17
 """What is used where the file is damaged."""
-_UNITS: Mapping[str, tuple[float, str]] = {"traffic": (1e6, "MB"), "processor": (1.0, "processor seconds"),
-                                           "energy": (1.0, "joules"), "written": (1e6, "MB written")}  # fmt: skip
 
 
 def read_boot_time_s() -> float:
@@ -169,6 +175,32 @@ class BudgetUsage:
         least = self._get_least_ahead(kind)
         return max(least, min([SLICE * least, *(SLICE_FRACTION * limit for limit in limits)]))
 
+    def list_left(self, conditions: Conditions, rates: Mapping[str, float]) -> tuple[BudgetLeft, ...]:
+        """Returns what a work may use of every budget; times count from now.
+
+        Args:
+            conditions: with the budgets.
+            rates: what a second of work uses, by `USE_KINDS`; those that are not known are missing.
+        """
+        zone = find_zone(conditions.zone)
+        self._roll(zone)
+        return tuple(
+            BudgetLeft(
+                kind=kind,
+                period=period,
+                left=max(0.0, limit - self._used[period].get(kind, 0.0) - self._compute_reserve(kind, limit)),
+                limit=limit,
+                renews_s=find_period_end_s(period, self.now_s, zone) - self.now_s,
+                per_s=rates.get(kind),
+            )
+            for period, limits in conditions.budgets.items()
+            for kind, limit in limits.items()
+        )
+
+    def _compute_reserve(self, kind: str, limit: float) -> float:
+        """Returns what must be left after each step of a work; transfers are charged as a whole."""
+        return 0.0 if kind == "traffic" else min(self._margins[kind], limit / 2)
+
     def describe(self, conditions: Conditions) -> dict[str, str]:
         """Returns used and limit of every budget, for people."""
         self._roll(find_zone(conditions.zone))
@@ -176,11 +208,11 @@ class BudgetUsage:
             f"{kind} a {period}": f"{self._used[period].get(kind, 0.0) / unit:.4g} of {limit / unit:g} {name}"
             for period, limits in conditions.budgets.items()
             for kind, limit in limits.items()
-            for unit, name in [_UNITS[kind]]
+            for unit, name in [USE_UNITS[kind]]
         }
 
     def _make_blocker(self, period: str, kind: str, limit: float, zone: tzinfo | None) -> Blocker:
-        unit, name = _UNITS[kind]
+        unit, name = USE_UNITS[kind]
         reason = f"its {limit / unit:g} {name} of this {period} are used up"
         if self._used[period].get(kind, 0.0) >= ALL:
             reason = f"{self._path.name} was damaged, so the budgets of this {period} count as used up"

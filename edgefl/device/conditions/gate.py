@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgefl.core.allowance import Allowance, Window
 from edgefl.core.conditions import (
     NO_CONDITIONS,
     Blocker,
@@ -29,7 +30,7 @@ from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_json
 from edgefl.device.conditions.budgets import BudgetUsage, Clocks
 from edgefl.device.conditions.facts import FactReader, read_boot_id
-from edgefl.device.conditions.run_conditions import AdmittedRun
+from edgefl.device.conditions.run_conditions import AdmittedRun, find_window
 from edgefl.device.hardware.board_reader import BoardReader, read_text
 from edgefl.system.atomic_files import write_atomic
 
@@ -53,6 +54,10 @@ HOLD_S = 30.0
 """How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
 SWITCH_WAIT_S = 2.0
 """How long a command waits for the state of the board's switch; the agent goes on."""
+MIN_MEASURED_S = 1.0
+"""A work that is shorter says nothing of what a second of work uses."""
+NEVER_ENDS_S = 86_400.0
+"""How long hours that no end was found of are taken to have none."""
 SWITCH_RETRY_S = 10.0
 """Interval in which a switch is tried again whose login or authority cannot be read."""
 _FLICKERING = frozenset({"power", "heat", "load", "network"})
@@ -68,6 +73,16 @@ class Pause:
     until_s: float | None = None
     until_boot_s: float | None = None
     boot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownWindow:
+    """Hours that were looked up: `window`, on the board's clock, holds from `since_s` to `until_s`."""
+
+    conditions: RunConditions
+    since_s: float
+    until_s: float
+    window: Window | None
 
 
 class ConditionGate:
@@ -106,6 +121,10 @@ class ConditionGate:
         self._checked_s = -CHECK_INTERVAL_S
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
         self._step_use: dict[str, float] = {}
+        self._work_use: dict[str, float] = {}
+        self._started_s = 0.0
+        self._rates: dict[str, float] = {}
+        self._windows: dict[str, _KnownWindow] = {}
         self._written_bytes: float | None = None
         self._retry_switch_s: float | None = None
         self._blocker: Blocker | None = None
@@ -182,6 +201,38 @@ class ConditionGate:
             blocker = self._hold(run.run_id, blocker)
             return None if blocker is None else replace(blocker, run=run.run_id)
 
+    def find_allowance(self) -> Allowance | None:
+        """Returns what a work of the admitted run may use that begins now; None where nothing limits it.
+
+        Times count from now. Reads no file: it is about what was checked last.
+        """
+        with self._lock:
+            run = self._run
+            window = self._find_window("", self._conditions)
+            run_window = self._find_window(run.run_id, run.conditions) if run.has_conditions else None
+            if window is None and run_window is None and not self._conditions.budgets:
+                return None
+            budgets = self._get_usage().list_left(self._conditions, self._rates) if self._conditions.budgets else ()
+            name = "" if run_window is None else run.run_id
+            return Allowance(window=window, run=name, run_window=run_window, budgets=budgets)
+
+    def _find_window(self, whose: str, conditions: RunConditions) -> Window | None:
+        """Returns the hours that hold now, from now on; the search for their end is done once."""
+        if not conditions.hours and not conditions.weekdays:
+            return None
+        now_s, known = self._clocks.wall(), self._windows.get(whose)
+        if known is None or known.conditions != conditions or not known.since_s <= now_s < known.until_s:
+            window = find_window(conditions, now_s)
+            if len(self._windows) >= MAX_RUNS:
+                self._windows.clear()
+            known = self._windows[whose] = _KnownWindow(
+                conditions=conditions,
+                since_s=now_s,
+                until_s=now_s + NEVER_ENDS_S if window is None else window.ends_s,
+                window=window,
+            )
+        return None if known.window is None else known.window.shift(-now_s)
+
     def check_often(self) -> Blocker | None:
         """Returns as `check`, which it calls every half a second at most; for use at every iteration."""
         if self._clocks.boot_time() - self._checked_s >= CHECK_INTERVAL_S:
@@ -207,7 +258,8 @@ class ConditionGate:
         with self._lock:
             self._reload()
             self._is_working = True
-            self._stepped_s, self._step_use = self._clocks.boot_time(), {}
+            self._stepped_s = self._started_s = self._clocks.boot_time()
+            self._step_use, self._work_use = {}, {}
             self._begin_measuring()
             self.check()  # the download may have taken long
         try:
@@ -215,6 +267,7 @@ class ConditionGate:
         finally:
             with self._lock:
                 self._record_step()
+                self._record_rates()
                 self._is_working, self._work = False, None
                 if self._usage is not None:
                     self._try(lambda usage: usage.settle(self._conditions))
@@ -447,7 +500,8 @@ class ConditionGate:
         powers = [power for power in (former_w, power_w) if power is not None]
         energy_j = max(powers, default=0.0) * (now_s - since_s)
         used = {"processor": max(0.0, processor_s - former_s), "energy": energy_j, **self._measure_written()}
-        self._step_use = {kind: self._step_use.get(kind, 0.0) + amount for kind, amount in used.items()}
+        for total in (self._step_use, self._work_use):
+            total.update({kind: total.get(kind, 0.0) + amount for kind, amount in used.items()})
         self._charge(used)
 
     def _record_step(self) -> None:
@@ -458,6 +512,12 @@ class ConditionGate:
         if self._usage is not None:
             self._usage.record_step(self._step_use)
         self._step_use = {}
+
+    def _record_rates(self) -> None:
+        """Records what a second of the work that ends has used."""
+        elapsed_s = self._clocks.boot_time() - self._started_s
+        if elapsed_s >= MIN_MEASURED_S:
+            self._rates.update({kind: amount / elapsed_s for kind, amount in self._work_use.items()})
 
     def _charge(self, used: Mapping[str, float]) -> None:
         self._try(lambda usage: usage.charge(self._conditions, used))

@@ -8,9 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgefl.core.conditions import Blocker, RunConditions, find_blocker, parse_run_conditions
+from edgefl.core.allowance import Allowance, Window
+from edgefl.core.conditions import (
+    Blocker,
+    RunConditions,
+    find_blocker,
+    find_close_s,
+    find_next_open_s,
+    parse_run_conditions,
+)
 from edgefl.core.errors import ConfigError, NetworkError
-from edgefl.core.protocol import Command, CommandReply
+from edgefl.core.protocol import ALLOWANCE_KEY, Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.device.conditions.facts import LOAD_INTERVAL_S, FactReader
@@ -82,7 +90,7 @@ def publish_answer(
             blocker = find_owner_blocker()
             if blocker is None:
                 blocker = _find_blocker_now(conditions, facts or FactReader(), clock, sleep)
-            content: Json = {} if blocker is None else {"blocked": blocker.to_json()}
+            content: Json = _find_hours(conditions, clock()) if blocker is None else {"blocked": blocker.to_json()}
             reply = CommandReply(id=command.id, content=content)
         except (ConfigError, NetworkError) as error:
             reply = CommandReply(id=command.id, error=str(error))
@@ -102,6 +110,20 @@ def _parse_question(command: Command) -> object:
     if not isinstance(question, dict) or "conditions" not in question:
         raise NetworkError("the question makes no sense: its argument is no JSON object with conditions")
     return question["conditions"]
+
+
+def find_window(conditions: RunConditions, now_s: float) -> Window | None:
+    """Returns the hours that hold at a moment, on the same clock; None where nothing ends them within nine days."""
+    ends_s = find_close_s(conditions, now_s)
+    return None if ends_s is None else Window(ends_s=ends_s, reopens_s=find_next_open_s(conditions, ends_s))
+
+
+def _find_hours(conditions: RunConditions, now_s: float) -> Json:
+    """Returns how long the run's own hours still last, as of an allowance; empty where nothing ends them."""
+    window = find_window(conditions, now_s)
+    if window is None:
+        return {}
+    return {ALLOWANCE_KEY: Allowance(run=PLANNED_RUN, run_window=window.shift(-now_s)).to_json()}
 
 
 def _find_blocker_now(

@@ -17,7 +17,14 @@ from typing import Any, Generic, TypeVar
 
 from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
-from edgefl.core.protocol import CONDITIONS_KEY, HANDED_BACK_KEY, IGNORES_REPLY_KEY, INSTRUCTION_VERSION, POLL_S
+from edgefl.core.protocol import (
+    ALLOWANCE_KEY,
+    CONDITIONS_KEY,
+    HANDED_BACK_KEY,
+    IGNORES_REPLY_KEY,
+    INSTRUCTION_VERSION,
+    POLL_S,
+)
 from edgefl.core.types import Json, Role
 from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, ReplyRejectedError, SuperNode
@@ -231,8 +238,8 @@ class WorkLoop:
         self._current = str(instruction.header.get("run")), assignment
         store_header = self._make_store_header(instruction.header)
         content = self._answer(assignment, instruction)
-        if store_header:
-            content = {**content[0], **store_header}, content[1]
+        if added := {**store_header, **self._make_allowance_header()}:
+            content = {**content[0], **added}, content[1]
         reply = self.supernode.create_reply(instruction, content)
         self._current = None
         del instruction  # frees its model before the upload
@@ -337,6 +344,11 @@ class WorkLoop:
         highest = max(record, self._newest_record[1]) if self._newest_record[0] == key else record
         self._newest_record = key, highest
         return {"lineage": lineage, "model_sha256": header.get("model_sha256"), "newest_record": highest}
+
+    def _make_allowance_header(self) -> Json:
+        """Returns what is left after a work, ahead of the next heartbeat; empty where nothing limits this board."""
+        allowance = self._gate.find_allowance()
+        return {} if allowance is None else {ALLOWANCE_KEY: allowance.to_json()}
 
     def _train(self, header: Json, body: bytes) -> ReplyContent:
         run = str(header.get("run"))

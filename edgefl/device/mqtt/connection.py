@@ -360,6 +360,7 @@ class DeviceActivity:
     deployment: Json | None = None
     installation: Json | None = None
     blocked: Json | None = None
+    allowance: Json | None = None
 
 
 class HeartbeatPublisher:

@@ -65,6 +65,7 @@ from edgefl.engine.assembly.rules import (
     choose_evaluation,
     make_divergence_rule,
     make_goal,
+    make_planner,
     make_policy,
 )
 from edgefl.engine.assembly.split import check_split_strategy, make_split_model, name_codec_errors
@@ -158,12 +159,16 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
     metrics = make_task_metrics(task, has_personal=has_personal)
     if split is not None:
         check_split_strategy(config, strategy, codecs)
+    down_shapes, up_shapes = (shapes, update_shapes) if split is None else (split.front, split.front)
+    planner = make_planner(config, strategy, down=(whole_spec, down_shapes), up=(up, up_shapes))
     return RunComponents(
         config=config,
         model={spec.name: first[spec.name] for spec in shapes},
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=get_versions_per_round(strategy, config)),
-        policy=make_policy(config, update_shapes, codecs, strategy, num_clusters=num_clusters),
+        policy=replace(
+            make_policy(config, update_shapes, codecs, strategy, num_clusters=num_clusters), planner=planner
+        ),
         goal=make_goal(strategy, config, metrics),
         evaluate=EvaluationSchedule(
             every=config.run.evaluate_every,

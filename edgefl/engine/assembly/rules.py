@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.codec_selection import CodecSelector
 from edgefl.core.clusters import find_cluster_fault
 from edgefl.core.config import (
@@ -28,7 +30,8 @@ from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
-from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, WorkPlanner
+from edgefl.strategies.synchronous.esync import ESync
 from edgefl.strategies.synchronous.redundant_shards import RedundantShards
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
@@ -155,6 +158,40 @@ def make_policy(
         ),
         codec_policy=codec_policy,
     )
+
+
+def make_planner(
+    config: RunConfig, strategy: Strategy[Any], *, down: tuple[str, ModelSpec], up: tuple[str, ModelSpec]
+) -> WorkPlanner | None:
+    """Returns what foresees the works of a run; None for nodes of a graph, which train between their works, too.
+
+    Args:
+        config: of the run.
+        strategy: of the run.
+        down: codec and tensors of a whole model.
+        up: codec and tensors of an update.
+    """
+    if strategy.has_nodes:
+        return None
+    task, plan = config.run.task, get_plan(strategy)
+
+    @cache
+    def count_bytes() -> tuple[float, float]:  # drawn and encoded once, where a board has a budget of traffic
+        return compute_expected_bytes(*down), compute_expected_bytes(*up)
+
+    return WorkPlanner(
+        plan=plan if isinstance(plan, TrainConfig) else None,
+        task=task,
+        test_fraction=config.run.local_test_fraction,
+        speed_name=get_speed_name(task, config.task.get("model")),
+        can_shorten=isinstance(get_inner_strategy(strategy), ESync),
+        count_bytes=count_bytes,
+    )
+
+
+def get_speed_name(task: str, model: object) -> str:
+    """Returns the name of a run's model among the speeds that a board has measured itself."""
+    return task if model is None else f"{task}/{model}"
 
 
 def make_selection(config: RunConfig) -> DeviceSelection:

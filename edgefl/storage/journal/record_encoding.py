@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from edgefl.core.allowance import Allowance
 from edgefl.core.errors import JournalError, NotKeptError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import (
@@ -139,7 +140,7 @@ def encode_aggregation(version: int, assignment_ids: Sequence[str]) -> EncodedRe
 
 
 def encode_turn(turn: TurnStarted) -> EncodedRecord:
-    devices = {name: None if info is None else _to_shallow_dict(info) for name, info in turn.devices.items()}
+    devices = {name: None if info is None else _device_to_json(info) for name, info in turn.devices.items()}
     progress = [_to_shallow_dict(report) for report in turn.progress]
     meta = {
         "now_s": turn.now_s,
@@ -262,10 +263,24 @@ def _decode_turn(meta: Json, _blob: bytes) -> TurnStarted:
     )  # fmt: skip
 
 
+def _device_to_json(info: DeviceInfo) -> Json:
+    value = _to_shallow_dict(info)
+    allowance = value.pop("allowance")
+    return value if allowance is None else {**value, "allowance": asdict(allowance)}
+
+
 def _device_from_json(known: Json) -> DeviceInfo:
-    blocks = {task: tuple(numbers) for task, numbers in known["blocks"].items()}
-    groups, tasks = tuple(known["groups"]), tuple(known["tasks"])
-    return DeviceInfo(**{**known, "role": Role(known["role"]), "groups": groups, "tasks": tasks, "blocks": blocks})
+    allowance = known.get("allowance")
+    return DeviceInfo(
+        **{
+            **known,
+            "role": Role(known["role"]),
+            "groups": tuple(known["groups"]),
+            "tasks": tuple(known["tasks"]),
+            "blocks": {task: tuple(numbers) for task, numbers in known["blocks"].items()},
+            "allowance": None if allowance is None else Allowance.from_fields(allowance),
+        }
+    )
 
 
 def _decode_health(meta: Json, _blob: bytes) -> HealthObserved:

@@ -20,6 +20,7 @@ from edgefl.coordinator.execution.live_fleet import (
     HAND_BACK_PERIOD_S,
     LINEAGE_BEGAN,
     MAX_LOST_SESSIONS,
+    SHORTAGE,
     InterruptedRunError,
     LiveFleet,
     add_base_traffic,
@@ -48,6 +49,7 @@ from edgefl.core.types import (
 )
 from edgefl.engine.fleet_state import DispatchedInstruction, FleetState
 from edgefl.storage.store import REJECTED_EVENT_KIND
+from edgefl.strategies.participation import WorkPlanner
 
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 RUN = "run-1"
@@ -118,7 +120,9 @@ class Source:
 
 
 class Site:
-    def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
+    def __init__(
+        self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, record_event=lambda *_: None, **options
+    ):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
         self.registry = SmallFleet(clock=self.clock).registry
         self.shown = list[str]()
@@ -136,6 +140,7 @@ class Site:
         self.fleet = LiveFleet(
             run=run, transport=self.mail, registry=self.registry, notifier=self.bell, clock=self.clock,
             max_decoded_bytes=max_decoded_bytes, spool_folder=folder, on_waiting=self.shown.append,
+            record_event=record_event,
         )  # fmt: skip
         self.nodes = itertools.count(101)
 
@@ -379,6 +384,49 @@ def test_the_runs_own_conditions_never_fail_it_while_its_board_works_for_another
         site.registry.tick()
         assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
         assert site.fleet.view().idle == ["pi"]
+
+
+def test_a_board_that_no_work_fits_into_is_said_to_be_short_and_its_run_waits_for_it_by_name():
+    planner = WorkPlanner(plan=TrainConfig(iterations=4), task="digits")
+    events = []
+    site = Site(find_shortage=planner.find_shortage, record_event=lambda *told: events.append(told))
+    site.add("pi")
+    site.events()
+    site.fleet.view()
+    site.give(training())
+    left = {"window": [9, 7200]}
+    site.reply(101, allowance=left, metrics={"compute_s": 8.0})  # 2 s an iteration
+    site.clock.jumped_s += 8.0
+    (update,) = site.of(Update)
+    assert update.metrics.compute_s == 8.0
+    view = site.fleet.view()
+    assert view.devices["pi"].allowance.window.ends_s == pytest.approx(view.now_s + 9, abs=1)
+    for _ in range(2):
+        site.give()
+        site.clock.jumped_s += SHOW_AFTER_S
+        site.events()
+    (told,) = [told for told in events if told[0] == SHORTAGE]
+    assert told[1] == "pi"
+    assert told[2].startswith("its hours end in ")
+    assert "and one work may take 10 s, free at 20" in told[2]
+    assert site.shown[-1].startswith("waiting for a board with a shard for digits: none is ready, pi: its hours end")
+    assert site.registry.list_status_rows()[0]["blocked"].startswith(f"run {RUN}: its hours end")
+    site.beat("pi", allowance={"window": [3600, 7200]})
+    assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+    site.clock.jumped_s += SHOW_AFTER_S
+    site.fleet.view()
+    site.give()
+    assert site.registry.list_status_rows()[0]["blocked"] is None
+    assert len([told for told in events if told[0] == SHORTAGE]) == 1
+    site.fleet.close()
+
+
+@pytest.mark.parametrize("allowance", [None, "night", {"window": [-1, 0]}, {"day": {"renews_s": 1, "traffic": "x"}}])
+def test_an_allowance_that_makes_no_sense_is_none_and_its_update_counts(site, allowance):
+    site.give(training())
+    site.reply(101, allowance=allowance)
+    assert len(site.of(Update)) == 1
+    assert site.fleet.view().devices["pi"].allowance is None
 
 
 @pytest.mark.parametrize("blocker", [{}, None, "night", {"reason": 3}])

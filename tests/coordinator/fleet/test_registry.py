@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from small_fleet import SmallFleet, beat
 
+from edgefl.coordinator.fleet.allotments import BoardClaim
 from edgefl.coordinator.fleet.presence import CloneRejected, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
     ASK_AGAIN_S,
@@ -22,6 +23,7 @@ from edgefl.coordinator.fleet.registry import (
     HeldInstructions,
 )
 from edgefl.core.claims import GROWTH_PERIOD_S
+from edgefl.core.conditions import Blocker
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities
 from edgefl.core.types import Role
@@ -401,6 +403,50 @@ def test_the_conditions_of_so_many_runs_are_remembered(fleet):
         fleet.registry.record_blocker("pi", {"kind": "load", "reason": "busy", "run": f"r-{number}"})
     able = [number for number in range(MAX_RUN_BLOCKERS + 1) if fleet.registry.list_schedulable(f"r-{number}")]
     assert able == [0]
+
+
+def test_more_that_a_device_allows_is_told_and_less_is_known_all_the_same(fleet):
+    def report(seq, left, ends_s=3600, **others):
+        budgets = {"renews_s": 7200, "traffic": [left, 10_000_000, None]}
+        told = {"window": [ends_s, 50_000], "day": budgets}
+        fleet.registry.record_heartbeat("pi", beat(seq, allowance=told, **others))
+        return fleet.take().count(DeviceChanged(device_id="pi"))
+
+    fleet.say("pi")
+    fleet.take()
+    assert [report(1, 5_000_000), report(2, 5_000_000), report(3, 4_000_000), report(4, 4_000_001)] == [1, 0, 0, 1]
+    fleet.now_s = 1000.0
+    assert [report(5, 4_000_000, 2600), report(6, 4_000_000, 3600)] == [0, 1]
+    allowance = fleet.registry.get_allowance("pi", "r-1", 77.0)
+    assert (allowance.window.ends_s, allowance.budgets[0].renews_s, allowance.budgets[0].left) == (3677, 7277, 4e6)
+    assert fleet.registry.list_status_rows()[0]["allowance"] == "1 h of its hours, 4 of 10 MB of this day"
+    for seq, nonsense in enumerate(({"window": [-1, None]}, None), 7):
+        fleet.registry.record_heartbeat("pi", beat(seq, allowance=nonsense))
+        assert fleet.registry.get_allowance("pi", "r-1", 0.0) is None
+    assert fleet.take().count(DeviceChanged(device_id="pi")) == 1
+    assert names(fleet) == ["pi"]
+    assert fleet.registry.get_allowance("nobody", "r-1", 0.0) is None
+    fleet.registry.record_allowance("nobody", {"window": [1, 2]})
+
+
+def test_a_device_that_no_work_of_its_run_fits_into_goes_to_another_run_that_can_use_it(fleet):
+    fleet.say("pi")
+    for run in ("r-1", "r-2"):
+        fleet.registry.open_run(BoardClaim(run_id=run, selects=lambda _: True))
+    assert fleet.registry.get_allotted_run("pi") == "r-1"
+    short = Blocker(kind="budget", reason="it has too little left", free_at_s=60.0)
+    said = fleet.registry.record_shortage("pi", "r-1", short)
+    assert said.startswith("it has too little left, free at 20")
+    assert fleet.registry.get_allotted_run("pi") == "r-2"
+    assert fleet.registry.list_status_rows()[0]["blocked"] == f"run r-1: {said}"
+    assert fleet.registry.record_shortage("pi", "r-1", None) == ""
+    fleet.registry.close_run("r-2")
+    assert fleet.registry.get_allotted_run("pi") == "r-1"
+    fleet.registry.record_shortage("pi", "r-1", short)
+    assert fleet.registry.explain_absence("pi", "r-1") == said
+    fleet.registry.close_run("r-1")
+    assert fleet.registry.list_status_rows()[0]["blocked"] is None
+    assert fleet.registry.record_shortage("nobody", "r-1", None) == ""
 
 
 def test_a_heartbeat_that_blocks_a_device_is_told_outside_the_lock(fleet):

@@ -113,6 +113,33 @@ def test_a_dry_run_says_how_many_boards_would_be_free_now_by_the_conditions_of_t
     assert plan_run(run, registry, store, call)["conditions"] == {"free": 1, "blocked": 0, "unknown": 1}
 
 
+def test_a_dry_run_leaves_out_boards_whose_hours_or_budgets_hold_no_work(
+    registry: DeviceRegistry, store: Store
+) -> None:
+    facts = {"conditions": True, "steps_per_s": {"digits": 0.01}}
+    registry.record_capabilities("pi-1", Capabilities(facts=facts, shards={"digits": 100}))
+    registry.record_capabilities("pi-2", Capabilities(facts={"conditions": True}, shards={"digits": 50}))
+    registry.record_allowance("pi-1", {"window": [1200, 50_000]})
+    registry.record_allowance("pi-2", {"day": {"renews_s": 3600, "traffic": [100, 1_000_000, None]}})
+    work = {"iterations": 10}
+    told = rows(plan(registry, store, strategy=work))
+    reason = told["pi-1"]["reason"]
+    assert reason.startswith("its hours end in 20 min, and one work may take 20.8 min, free at 20")
+    assert told["pi-2"]["reason"].startswith("it has 0.0001 of 1 MB of this day left, and one work may use ")
+    assert rows(plan(registry, store, strategy={"iterations": 9}))["pi-1"]["takes_part"]
+    whole = plan(registry, store, strategy=work)
+    assert whole["obstacle"].startswith("it needs 1, and no devices can take part: pi-1: its hours end in 20 min")
+
+    def call(_device_id: str, _kind: str, _argument: Any, *, timeout_s: float | None = None) -> Json:
+        return {"allowance": {"run": "plan", "run_window": [60, None]}}
+
+    config = parse_run(
+        {"run": {"task": "digits"}, "strategy": {"iterations": 1}, "conditions": {"hours": ["0:00-9:00"]}}
+    )
+    told = rows(plan_run(build_run(config, "plan"), registry, store, call))
+    assert told["pi-1"]["reason"] == "its hours end in 1 min, and one work may take 2.08 min"
+
+
 def test_it_names_who_takes_part_and_why_others_do_not(registry: DeviceRegistry, store: Store) -> None:
     told = plan(registry, store)
     assert {name: row["reason"] for name, row in rows(told).items()} == {

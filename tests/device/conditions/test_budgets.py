@@ -218,3 +218,31 @@ def test_the_file_of_an_agent_that_counted_fewer_kinds_is_read_as_it_is(board):
     (board.folder / USAGE_FILE).write_text(json.dumps(value))
     board.start()
     assert board.usage.describe(PROCESSOR)["processor a day"] == "3 of 100 processor seconds"
+
+
+@pytest.mark.parametrize(("kind", "reserve"), [("processor", 5.0), ("energy", 50.0), ("traffic", 0.0)])
+def test_what_is_left_never_goes_below_nothing_and_is_that_of_the_next_month_after_its_end(board, kind, reserve):
+    limits = {"processor": "processor_s", "energy": "energy_j", "traffic": "traffic_mb"}
+    conditions = Conditions(zone="UTC", month=Budget(**{limits[kind]: 1000.0}))
+    limit = conditions.budgets["month"][kind]
+    board.usage.charge(conditions, {kind: 0.75 * limit})
+    (left,) = board.usage.list_left(conditions, {})
+    margin = {"processor": reserve, "energy": reserve, "traffic": 0.0}[kind]
+    assert (left.kind, left.period, left.left) == (kind, "month", pytest.approx(0.25 * limit - margin))
+    board.usage.charge(conditions, {kind: limit})
+    (left,) = board.usage.list_left(conditions, {kind: 2.0})
+    assert (left.left, left.limit, left.per_s) == (0.0, limit, 2.0)
+    board.wait(left.renews_s - 1.0)
+    assert board.usage.list_left(conditions, {})[0].left == 0.0
+    assert board.usage.list_left(conditions, {})[0].renews_s == pytest.approx(1.0)
+    board.wait(1.0)
+    (left,) = board.usage.list_left(conditions, {})
+    assert left.left > 0.5 * limit
+    assert left.renews_s > 27 * DAY_S
+
+
+def test_a_clock_that_is_set_forward_leaves_no_more_of_a_budget(board):
+    board.usage.charge(PROCESSOR, {"processor": 60.0})
+    before = board.usage.list_left(PROCESSOR, {})
+    board.wall_s += 5 * DAY_S
+    assert board.usage.list_left(PROCESSOR, {}) == before

@@ -5,8 +5,10 @@ import contextlib
 import pytest
 from board_trees import plant, rails, zones
 
+from edgefl.core.allowance import Window
 from edgefl.core.conditions import Blocker, Conditions, ConditionsEndedError
 from edgefl.device.conditions.budgets import SAVE_INTERVAL_S, USAGE_FILE, Clocks
+from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import (
     FIRST_STEP_S,
     HOLD_S,
@@ -414,3 +416,67 @@ def test_network_time_that_arrives_after_the_connection_ends_a_day_of_budgets_an
     assert "used up" in board.get_reason()
     board.wall_s -= 27 * 86_400
     assert board.get_reason() == ""
+
+
+def test_a_board_without_hours_and_budgets_reports_no_allowance(board):
+    assert board.gate.find_allowance() is None
+    save_conditions(board.folder, b"[conditions]\nunmetered = true\n")
+    board.gate.check()
+    assert board.gate.find_allowance() is None
+
+
+def test_the_hours_left_follow_the_clock_wherever_it_jumps_and_the_file(board):
+    save_conditions(board.folder, NIGHT)
+    board.gate.check()
+    assert board.gate.find_allowance().window == Window(ends_s=6 * 3600, reopens_s=22 * 3600)
+    board.wait(3600)
+    assert board.gate.find_allowance().window == Window(ends_s=5 * 3600, reopens_s=21 * 3600)
+    board.wall_s += 22 * 3600  # it is set, to 23 o'clock
+    assert board.gate.find_allowance().window == Window(ends_s=7 * 3600, reopens_s=23 * 3600)
+    board.wall_s -= 23 * 3600  # and back to the midnight before
+    assert board.gate.find_allowance().window.ends_s == 6 * 3600
+    save_conditions(board.folder, NIGHT.replace(b"06:00", b"04:00"))
+    board.gate.check()
+    assert board.gate.find_allowance().window.ends_s == 4 * 3600
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\nhours = ["00:00-24:00"]\n')
+    board.gate.check()
+    assert board.gate.find_allowance() is None, "hours that never end"
+
+
+def test_the_hours_of_the_admitted_run_are_reported_beside_the_owners(board):
+    save_conditions(board.folder, NIGHT)
+    board.gate.check()
+    board.gate.admit("r-1", {"zone": "UTC", "hours": ["00:00-02:00"]})
+    allowance = board.gate.find_allowance()
+    assert (allowance.window.ends_s, allowance.run, allowance.run_window.ends_s) == (6 * 3600, "r-1", 2 * 3600)
+    board.gate.admit("r-2", None)
+    assert (board.gate.find_allowance().run, board.gate.find_allowance().run_window) == ("", None)
+
+
+def test_what_is_left_of_budgets_has_the_reserve_of_a_step_taken_off_and_the_use_of_a_second_is_learnt(board):
+    save_conditions(board.folder, PROCESSOR.replace(b"60", b"600") + b"traffic_mb = 5\n")
+    board.gate = ConditionGate(board.folder, clocks=board.clocks, facts=(facts := CountedFacts()))
+    assert board.gate.check() is None
+    left = {budget.kind: budget for budget in board.gate.find_allowance().budgets}
+    assert (left["processor"].left, left["processor"].limit, left["processor"].per_s) == (595.0, 600.0, None)
+    assert (left["traffic"].left, left["traffic"].renews_s) == (5e6, 86_400.0)
+    with board.gate.work():
+        for _ in range(10):
+            board.wait(10.0)
+            facts.processor_s += 30.0
+            board.gate.require()
+    board.gate.charge_traffic(4_000_000)
+    left = {budget.kind: budget for budget in board.gate.find_allowance().budgets}
+    assert (left["processor"].left, left["processor"].per_s) == (600.0 - 300.0 - 0.95 * 60.0, 3.0)
+    assert (left["traffic"].left, left["traffic"].per_s) == (1e6, None)
+    board.wait(86_400.0 - 100.0)
+    assert {budget.left for budget in board.gate.find_allowance().budgets} == {540.0, 5e6}, "of the next day"
+
+
+class CountedFacts(FactReader):
+    """Facts of a board whose processor time a test sets."""
+
+    processor_s = 0.0
+
+    def read_processor_s(self):
+        return self.processor_s

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgefl.core.allowance import Allowance, BudgetLeft, Window
 from edgefl.core.errors import JournalError, NotKeptError, StoreFullError, StoreTooNewError
 from edgefl.core.types import (
     Decision,
@@ -567,7 +568,11 @@ def test_messages_that_do_not_fill_their_place_before_the_body_are_named(place, 
 
 
 def test_what_the_loop_saw_comes_back_and_costs_no_sync_of_its_own(tmp_path):
-    info = DeviceInfo(device_id="pi-1", role=Role.EVALUATOR, groups=("a",), blocks={"digits": (0, 2)})
+    budget = BudgetLeft(kind="traffic", period="day", left=1.0, limit=2.0, renews_s=3.0)
+    allowance = Allowance(window=Window(ends_s=4.0, reopens_s=5.0), budgets=(budget,))
+    info = DeviceInfo(
+        device_id="pi-1", role=Role.EVALUATOR, groups=("a",), blocks={"digits": (0, 2)}, allowance=allowance
+    )
     report = Progress(device_id="pi-1", assignment_id="a", iteration=3, seconds_per_iteration=0.5, age_s=0.0)
     turn = TurnStarted(now_s=1.25, at=1e9, devices={"pi-1": info, "pi-2": None}, progress=(report,), incarnation=2)
     seen = HealthObserved(health={"pi-1": HealthMetrics(temperature_c=61.5), "pi-2": None})
