@@ -257,7 +257,7 @@ def test_a_board_starts_no_work_that_its_hours_or_budgets_do_not_hold_once_it_is
 
 def test_a_round_waits_for_the_night_where_the_rest_of_this_one_holds_no_work(simulate):
     profiles = OFFICE.split("[profile.office.conditions.day]", maxsplit=1)[0]
-    result = simulate(profiles, ["office"], days=2.0, strategy={"iterations": 150})  # 5 of 12 hours
+    result = simulate(profiles, ["office"], days=2.0, strategy={"iterations": 180})  # 6 of 12 hours
     works = list_works(result, "device-01")
     assert count_lost(result) == 0
     assert [round(start / HOUR_S) for start, _ in works] == [19, 43], "after each the rest of the night is too short"

@@ -188,7 +188,7 @@ class BudgetUsage:
             BudgetLeft(
                 kind=kind,
                 period=period,
-                left=max(0.0, limit - self._used[period].get(kind, 0.0) - self._compute_reserve(kind, limit)),
+                left=self._compute_left(kind, limit - self._used[period].get(kind, 0.0), limit),
                 limit=limit,
                 renews_s=find_period_end_s(period, self.now_s, zone) - self.now_s,
                 per_s=rates.get(kind),
@@ -197,9 +197,12 @@ class BudgetUsage:
             for kind, limit in limits.items()
         )
 
-    def _compute_reserve(self, kind: str, limit: float) -> float:
-        """Returns what must be left after each step of a work; transfers are charged as a whole."""
-        return 0.0 if kind == "traffic" else min(self._margins[kind], limit / 2)
+    def _compute_left(self, kind: str, unused: float, limit: float) -> float:
+        """Returns what a work may use: after each of its steps a margin must be left, or before its transfers."""
+        margin = min(self._margins[kind], limit / 2)
+        if kind == "traffic":
+            return unused if unused >= margin else 0.0
+        return max(0.0, unused - margin)
 
     def describe(self, conditions: Conditions) -> dict[str, str]:
         """Returns used and limit of every budget, for people."""

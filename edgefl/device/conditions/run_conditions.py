@@ -15,6 +15,7 @@ from edgefl.core.conditions import (
     find_blocker,
     find_close_s,
     find_next_open_s,
+    is_open,
     parse_run_conditions,
 )
 from edgefl.core.errors import ConfigError, NetworkError
@@ -113,8 +114,11 @@ def _parse_question(command: Command) -> object:
 
 
 def find_window(conditions: RunConditions, now_s: float) -> Window | None:
-    """Returns the hours that hold at a moment, on the same clock; None where nothing ends them within nine days."""
-    ends_s = find_close_s(conditions, now_s)
+    """Returns the hours that hold at a moment, on the same clock; None where nothing ends them within nine days.
+
+    Outside of them it is that they have ended.
+    """
+    ends_s = find_close_s(conditions, now_s) if is_open(conditions, now_s) else now_s
     return None if ends_s is None else Window(ends_s=ends_s, reopens_s=find_next_open_s(conditions, ends_s))
 
 

@@ -435,6 +435,9 @@ def test_the_hours_left_follow_the_clock_wherever_it_jumps_and_the_file(board):
     assert board.gate.find_allowance().window == Window(ends_s=7 * 3600, reopens_s=23 * 3600)
     board.wall_s -= 23 * 3600  # and back to the midnight before
     assert board.gate.find_allowance().window.ends_s == 6 * 3600
+    board.wait(7 * 3600)
+    assert board.gate.find_allowance().window == Window(ends_s=0.0, reopens_s=15 * 3600)
+    board.wait(-7 * 3600)
     save_conditions(board.folder, NIGHT.replace(b"06:00", b"04:00"))
     board.gate.check()
     assert board.gate.find_allowance().window.ends_s == 4 * 3600
@@ -465,12 +468,16 @@ def test_what_is_left_of_budgets_has_the_reserve_of_a_step_taken_off_and_the_use
             board.wait(10.0)
             facts.processor_s += 30.0
             board.gate.require()
-    board.gate.charge_traffic(4_000_000)
+    for _ in range(10):
+        board.gate.charge_traffic(400_000)
     left = {budget.kind: budget for budget in board.gate.find_allowance().budgets}
     assert (left["processor"].left, left["processor"].per_s) == (600.0 - 300.0 - 0.95 * 60.0, 3.0)
     assert (left["traffic"].left, left["traffic"].per_s) == (1e6, None)
+    board.gate.charge_traffic(250_000)
+    left = {budget.kind: budget.left for budget in board.gate.find_allowance().budgets}
+    assert left["traffic"] == 0.0, "less than two of the largest transfers, so it trains nothing"
     board.wait(86_400.0 - 100.0)
-    assert {budget.left for budget in board.gate.find_allowance().budgets} == {540.0, 5e6}, "of the next day"
+    assert {budget.left for budget in board.gate.find_allowance().budgets} == {543.0, 5e6}, "of the next day"
 
 
 class CountedFacts(FactReader):
