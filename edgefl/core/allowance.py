@@ -68,6 +68,10 @@ class BudgetLeft:
     def explain(self, needed: float) -> str:
         """Returns in words that so much does not fit."""
         unit, name = USE_UNITS[self.kind]
+        if needed > self.limit:
+            return (
+                f"its {self.limit / unit:.4g} {name} a {self.period} hold no work, which may use {needed / unit:.4g}"
+            )
         return (
             f"it has {self.left / unit:.4g} of {self.limit / unit:.4g} {name} of this {self.period} left, "
             f"and one work may use {needed / unit:.4g}"
@@ -165,7 +169,8 @@ class Allowance:
         for budget in self.budgets:
             needed = _compute_needed(budget, cost)
             if needed > budget.left and now_s < budget.renews_s:
-                return Blocker(kind="budget", reason=budget.explain(needed), free_at_s=budget.renews_s)
+                renews_s = budget.renews_s if needed <= budget.limit else None
+                return Blocker(kind="budget", reason=budget.explain(needed), free_at_s=renews_s)
         return None
 
     def count_fitting(self, seconds_per_iteration: float, now_s: float, *, download_s: float = 0.0) -> int | None:

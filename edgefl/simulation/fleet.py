@@ -287,7 +287,7 @@ class SimulatedFleet:
             if blocker is not None:
                 return RunFailedError(
                     f"nothing has happened for {MAX_BLOCKED_S / 86_400:g} virtual days: too few boards are free by "
-                    f"[conditions]; {board.device_id}: {format_blocker(blocker)}"
+                    f"[conditions], or hours and budgets hold no work; {board.device_id}: {format_blocker(blocker)}"
                 )
         return self._make_idle_error()
 

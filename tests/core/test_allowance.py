@@ -107,6 +107,12 @@ def test_the_words_say_how_much_is_left_of_what():
     )
 
 
+def test_a_budget_that_never_holds_a_work_says_so_and_no_time():
+    budget = BudgetLeft(kind="traffic", period="month", left=5e8, limit=5e8, renews_s=60.0)
+    never = Allowance(budgets=(budget,)).find_shortage(WorkCost(seconds=1.0, num_bytes=6e8), 0.0)
+    assert (never.reason, never.free_at_s) == ("its 500 MB a month hold no work, which may use 600", None)
+
+
 def test_iterations_are_counted_that_fit_into_hours_and_budgets():
     assert Allowance(window=NIGHT).count_fitting(10.0, 1000.0, download_s=100.0) == 200  # 2500 s of 12.5
     assert FULL.count_fitting(10.0, 0.0) == 36  # 900 processor seconds, 2 a second

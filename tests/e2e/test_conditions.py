@@ -131,3 +131,40 @@ def test_a_board_outside_its_hours_is_not_chosen_and_a_dry_run_says_when_it_is_f
     assert {row["device_id"] for row in fleet.list_history("updates", run=run_id)} == {"device-02"}
     assert tools.typed("device", "set", "--conditions", "none", *state).code == 0
     tools.eventually(lambda: get_blocked(fleet) is None)
+
+
+def test_a_run_waits_for_the_night_where_no_work_fits_into_the_rest_of_this_one_and_says_so(
+    tools: Any, tmp_path: Path
+) -> None:
+    shift, night, plan = tmp_path / "shift", tmp_path / "night.toml", tmp_path / "run.toml"
+    now_s = time.time()
+    end_s = (now_s // 86_400 + 2) * 86_400 + 6 * 3600
+    shift.write_text(str(end_s - 400.0 - now_s))
+    night.write_text('[conditions]\nzone = "UTC"\nhours = ["22:00-06:00"]\n')
+    plan.write_text('[run]\ntask = "digits"\nrounds = 2\nevaluate_on = "none"\n[strategy]\nseconds = 600.0\n')
+    program = ("env", f"SHIFT_FILE={shift}", sys.executable, str(Path(__file__).parents[1] / "shifted_device.py"))
+    devices = [replace(device, program=program) for device in tools.devices(1, "digits")]
+
+    def get_allowance() -> str:
+        rows = fleet.make_client().get("/edgefl/v1/devices")["rows"]
+        return next(row["allowance"] for row in rows if row["device_id"] == PAUSED) or ""
+
+    def list_short() -> list[str]:
+        events = fleet.list_history("events", run=run_id)
+        return [row["device_id"] for row in events if row["kind"] == "no-work-fits"]
+
+    with tools.fleet(tmp_path / "fleet", devices) as fleet:
+        assert tools.typed("device", "set", "--conditions", night, "--state", fleet.root / PAUSED).code == 0
+        tools.eventually(lambda: "min of its hours" in get_allowance(), what="it reports its hours")
+        ended = tools.as_operator(fleet, "run", "submit", plan, "--dry-run")
+        assert (ended.code, "min, and one work may take 12.5 min, free at" in ended.out) == (41, True)
+        run_id = tools.as_operator(fleet, "run", "submit", plan).out.strip()
+        short = f"run {run_id}: its hours end in "
+        tools.eventually(lambda: (get_blocked(fleet) or "").startswith(short), what="no work fits")
+        tools.eventually(lambda: list_short() == [PAUSED], what="the history says so")
+        assert fleet.list_history("updates", run=run_id) == []
+        shift.write_text(str(end_s + 16 * 3600 + 1.0 - time.time()))
+        tools.eventually(lambda: fleet.list_history("updates", run=run_id), what="it is asked in the next night")
+        assert "h of its hours" in get_allowance()
+        assert get_blocked(fleet) is None
+        tools.stop(fleet, run_id)
