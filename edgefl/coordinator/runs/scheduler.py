@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.fleet_view import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec, ignore_shortages
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet, RunGivesWayError
 from edgefl.coordinator.execution.messaging import DeviceNotifier
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
@@ -959,7 +959,7 @@ class RunScheduler:
             max_weight_ratio=config.guard.max_weight_ratio,
             min_devices=1 if start.is_resumed and not start.is_exact else config.devices.min,
             wait_s=config.devices.wait_s,
-            **({} if planner is None else {"find_shortage": planner.find_shortage}),
+            find_shortage=ignore_shortages if planner is None else planner.find_shortage,
         )
 
     def _close_fleet(self, fleet: LiveFleet, *, will_resume: bool) -> None:
