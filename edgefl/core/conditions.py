@@ -28,6 +28,11 @@ MAX_LINE_CHARS = 32
 """Of a GPIO line's name, as the kernel has it."""
 CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
 """Of a battery beside external power; `Not charging` is full enough."""
+DOWN, UP, BASES = "down", "up", "bases"
+DIRECTIONS = (DOWN, UP, BASES)
+"""What `unmetered` may name: instructions with their models, updates, and files of bases and compiled tasks."""
+NETWORK, DOWNLOAD = "network", "download"
+"""Kinds of blockers by the network; `download` keeps new work from a board, but ends none."""
 USE_KINDS = ("traffic", "processor", "energy", "written")
 """What budgets count: bytes, processor seconds, joules, and bytes."""
 USE_UNITS: Mapping[str, tuple[float, str]] = {"traffic": (1e6, "MB"), "processor": (1.0, "processor seconds"),
@@ -145,7 +150,8 @@ class RunConditions:
         charging: its battery is being charged, or is full.
         max_temperature_c: its processor is no hotter, in degrees Celsius.
         max_other_load: share of all its cores that other processes may keep, in 0-1.
-        unmetered: its way to the internet is not metered.
+        unmetered: its way to the internet is not metered, for all that travels; or only for those of `DIRECTIONS`
+            that it names.
         interfaces: its way to the internet is one of these network interfaces.
     """
 
@@ -157,7 +163,7 @@ class RunConditions:
     charging: bool = False
     max_temperature_c: float | None = field(default=None, metadata={"at_least": 20, "at_most": 110})
     max_other_load: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
-    unmetered: bool = False
+    unmetered: bool | tuple[str, ...] = False
     interfaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -177,12 +183,25 @@ class RunConditions:
             for name in self.weekdays[: len(WEEKDAYS)]
             if name not in WEEKDAYS
         ]
+        named = () if isinstance(self.unmetered, bool) else self.unmetered
+        if not set(named) <= set(DIRECTIONS) or len(named) > len(DIRECTIONS):
+            faults.messages.append(
+                f"conditions.unmetered must be true, false or a list of {', '.join(DIRECTIONS)}, "
+                f"got {list(named)!r:.80}"
+            )
         if len(self.interfaces) > MAX_INTERFACES or not all(map(_INTERFACE.fullmatch, self.interfaces)):
             faults.messages.append(
                 f"conditions.interfaces must be at most {MAX_INTERFACES} names of interfaces such as eth0, "
                 f"got {list(self.interfaces)!r:.80}"
             )
         faults.check()
+
+    @property
+    def unmetered_directions(self) -> frozenset[str]:
+        """Returns those of `DIRECTIONS` in which nothing goes over a metered connection."""
+        if isinstance(self.unmetered, bool):
+            return frozenset(DIRECTIONS if self.unmetered else ())
+        return frozenset(self.unmetered)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what is set, as it stands in a file."""
@@ -244,7 +263,7 @@ class Blocker:
     """Why a board may not train now.
 
     Attributes:
-        kind: hours, switch, power, heat, load, network, budget, pause or file.
+        kind: hours, switch, power, heat, load, network, download, budget, pause or file.
         reason: one line.
         free_at_s: when it may next, in Unix seconds of its clock; None where that is not known.
         run: whose condition it is: that of this run; of the board's owner where it is empty.
@@ -332,11 +351,13 @@ def _list_failures(conditions: RunConditions, facts: BoardFacts) -> Iterator[tup
         yield "load", f"other processes keep {_format(facts.other_load, '.0%')} of it, it trains up to {most:.0%}"
     if conditions.interfaces and facts.interface not in conditions.interfaces:
         yield (
-            "network",
+            NETWORK,
             f"it is connected by {facts.interface or 'nothing'}, not by {', '.join(conditions.interfaces)}",
         )
-    if conditions.unmetered and facts.is_metered is not False:
-        yield "network", "its connection is metered" if facts.is_metered else "it is not known to be unmetered"
+    directions = conditions.unmetered_directions
+    if facts.is_metered is not False and not directions.isdisjoint({UP, DOWN}):
+        reason = "its connection is metered" if facts.is_metered else "it is not known to be unmetered"
+        yield NETWORK if UP in directions else DOWNLOAD, reason
 
 
 def _is_charging(facts: BoardFacts) -> bool:

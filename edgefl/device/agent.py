@@ -452,6 +452,7 @@ class Agent:
             check_conditions=self._gate.require,
             get_yields=lambda: self._gate.conditions.yields,
             charge_traffic=self._gate.charge_file,
+            check_base_link=self._gate.require_base,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

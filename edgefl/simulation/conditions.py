@@ -96,8 +96,12 @@ class TracedFacts(FactReader):
             battery_status=status,
             temperature_c=value_at(profile.temperature_c, now_s),
             other_load=value_at(profile.other_load, now_s) or 0.0,
-            is_metered=(value_at(profile.metered, now_s) or 0.0) > 0,
+            is_metered=self.read_metered(),
         )
+
+    def read_metered(self) -> bool:
+        """Returns whether the connection is metered now."""
+        return (value_at(self._profile.metered, self._clock()) or 0.0) > 0
 
     def read_processor_s(self) -> float:
         """Returns the processor seconds of its training."""
@@ -190,15 +194,16 @@ class SimulatedConditions:
         allowance = self._gate.find_allowance()
         return None if allowance is None else allowance.select_run(RUN_ID).shift(self._clock())
 
-    def charge_download(self, num_bytes: int) -> None:
-        """Charges a model before its download.
+    def charge_download(self, num_bytes: int, *, needs_base: bool = False) -> None:
+        """Charges a model before its download, with its base where it needs that.
 
         Raises:
             ConditionsEndedError: the board may not work now, or its budgets have no room.
         """
         if (blocker := self.find_blocker()) is not None:
             raise ConditionsEndedError(blocker.reason, blocker)
-        self._gate.charge_traffic(num_bytes)
+        charge = self._gate.charge_file if needs_base else self._gate.charge_traffic
+        charge(num_bytes)
 
     def start_work(self, first_bytes: int) -> None:
         """Begins a work of training; raises as `charge_download`, also where its update would not fit.

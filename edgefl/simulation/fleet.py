@@ -312,11 +312,13 @@ class SimulatedFleet:
         if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
             return
+        needs_base = self._downlink.needs_base(board.device_id)
         if instruction.plan.node is None and not instruction.plan.messages and instruction.sends_model:
             num_bytes = self._downlink.start_download(board, provider)
         else:
             num_bytes = self._downlink.count_peer_download_bytes(instruction, provider)
-        self._lifecycle.dispatch(instruction, board, self._downlink.get_global_model(provider), num_bytes)
+        model = self._downlink.get_global_model(provider)
+        self._lifecycle.dispatch(instruction, board, model, num_bytes, needs_base=needs_base)
 
     def _reject(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         if isinstance(instruction, TrainInstruction):

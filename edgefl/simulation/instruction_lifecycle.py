@@ -69,15 +69,22 @@ class InstructionLifecycle:
         on_blocked: Callable[[SimulatedDevice, Blocker], None],
     ) -> None:
         self._event_queue, self._network, self._backend = event_queue, network, backend
+        self._downlink = downlink
         self._state, self._publish, self._on_blocked = state, publish, on_blocked
         self._in_flight: dict[str, InFlightWork] = {}
         self._secure_boards = SecureBoards()
         self._groups = CollectiveGroups(event_queue, downlink, restart=self._train_again, deliver=self._deliver)
 
     def dispatch(
-        self, instruction: TrainInstruction, device: SimulatedDevice, model: EncodedModel, num_bytes: int
+        self,
+        instruction: TrainInstruction,
+        device: SimulatedDevice,
+        model: EncodedModel,
+        num_bytes: int,
+        *,
+        needs_base: bool = False,
     ) -> None:
-        """Sends an instruction and a model of `num_bytes` to a device."""
+        """Sends an instruction and a model of `num_bytes` to a device, its base included where it needs that."""
         now_s = self._event_queue.now_s
         work = InFlightWork(
             instruction=instruction,
@@ -101,8 +108,10 @@ class InstructionLifecycle:
             self._groups.join(work, collective)
         if device.conditions is not None:
             try:
-                device.conditions.charge_download(num_bytes)
+                device.conditions.charge_download(num_bytes, needs_base=needs_base)
             except ConditionsEndedError as error:
+                if needs_base:
+                    self._downlink.cancel_base_download(device.device_id)
                 self._groups.break_later(instruction)
                 at_s = now_s + device.compute_latency_s(now_s)
                 self._event_queue.schedule(at_s, self._refuse, (work, error.blocker))

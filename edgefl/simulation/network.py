@@ -232,6 +232,14 @@ class SimulatedDownlink:
         base = self._start_base_download(device.device_id) if self._base_bytes else 0
         return (whole if delta is None else delta) + base
 
+    def needs_base(self, device_id: str) -> bool:
+        """Returns whether a device gets the base with its next model."""
+        return self._base_bytes > 0 and device_id not in self._with_base
+
+    def cancel_base_download(self, device_id: str) -> None:
+        """Notes that a device got no base, as its conditions did not allow the download."""
+        self._with_base.discard(device_id)
+
     def _start_base_download(self, device_id: str) -> int:
         """Returns the bytes of the base, once for each device: its card keeps it, whatever happens to the device."""
         is_there = device_id in self._with_base

@@ -65,6 +65,12 @@ def test_a_file_says_what_it_means():
         ('[conditions]\nzone = "Mars"\nhours = ["1"]\nweekdays = ["x"]', "zone must .*hours must .*weekdays must"),
         ('[conditions]\nweekdays = ["Monday"]', r"got 'Monday' \(did you mean mon\?\)"),
         ('[conditions]\ninterfaces = ["eth 0"]', "names of interfaces"),
+        (
+            '[conditions]\nunmetered = ["up", "base"]',
+            r"true, false or a list of down, up, bases, got \['up', 'base'\]",
+        ),
+        ('[conditions]\nunmetered = ["up", "up", "up", "up"]', "unmetered must be true, false or a list"),
+        ('[conditions]\nunmetered = "up"', "unmetered must be true or false or a list of texts, got 'up'"),
         ("[conditions.day]\ntraffic_mb = 0", "traffic_mb must be"),
         ("[conditions.day]\ntraffic_mb = nan", "traffic_mb must be"),
         ("[conditions", "cannot be read"),
@@ -148,6 +154,7 @@ def test_no_moment_before_the_next_opening_is_open(spans, weekdays, zone, day, s
         ({"unmetered": True}, {"is_metered": True}, "metered"),
         ({"unmetered": True}, {}, "not known to be unmetered"),
         ({"unmetered": True}, {"is_metered": False}, ""),
+        ({"unmetered": ("bases",)}, {"is_metered": True}, ""),
     ],
 )
 def test_every_condition_holds_up_to_its_bound_and_never_for_what_is_unknown(settings, facts, reason):

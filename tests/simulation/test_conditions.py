@@ -44,7 +44,7 @@ MODEL = {"model": "logistic"}
 def simulate(tmp_path):
     def run(
         profiles, names, *, days=3.0, conditions=None, simulation=None, model=MODEL, bookkeeping_only=False,
-        compression=None, strategy=None,
+        compression=None, strategy=None, adapt=None,
         **run_section,
     ):  # fmt: skip
         path = tmp_path / "profiles.toml"
@@ -56,6 +56,7 @@ def simulate(tmp_path):
             "devices": {"min": 1},
             "conditions": conditions or {},
             "compression": compression or {},
+            "adapt": adapt or {},
             "simulation": {
                 "profiles": names, "profile_file": str(path), "iteration_s": ITERATION_S, "workers": 0,
                 **(simulation or {}),
@@ -156,6 +157,37 @@ def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_t
     sent = [(row["ended_at"] - 1, row["ended_at"]) for row in list_updates(result) if row["outcome"] == "used"]
     assert len(sent) > 10
     assert count_outside_s(sent, CAR_SPANS) == 0
+
+
+@pytest.mark.parametrize(("direction", "finishes"), [("down", True), ("up", False)])
+def test_a_link_that_is_metered_in_one_direction_keeps_new_work_away_and_ends_it_only_where_nothing_may_go_up(
+    simulate, direction, finishes
+):
+    metered = "metered = [[0, 0], [25100, 1], [70000, 0]]\n"
+    result = simulate(
+        f'[profile.car]\n{LINKS}{metered}[profile.car.conditions]\nunmetered = ["{direction}"]\n', ["car"], days=1.0
+    )
+    works = [row for row in list_updates(result) if row["ended_at"] > row["dispatched_at"]]
+    assert not [row for row in works if 25_100 <= row["dispatched_at"] < 70_000]
+    assert [row["outcome"] == "used" for row in works if row["dispatched_at"] < 25_100 < row["ended_at"]] == [
+        finishes
+    ]
+    assert [row for row in works if row["dispatched_at"] > 70_000 and row["outcome"] == "used"]
+
+
+def test_a_base_waits_for_an_unmetered_link_while_boards_that_have_it_go_on(simulate):
+    link = '[profile.{0}]\n{1}metered = {2}\n[profile.{0}.conditions]\nunmetered = ["bases"]\n'
+    profiles = link.format("late", LINKS, "[[0, 1], [50000, 0], [60000, 1]]")
+    profiles += link.format("early", LINKS, "[[0, 0], [1000, 1]]")
+    result = simulate(profiles, ["late", "early"], days=1.0, model={}, adapt={"method": "lora", "rank": 2})
+    late, early = list_works(result, "device-01"), list_works(result, "device-02")
+    assert 50_000 <= late[0][0] < 50_000 + 2000
+    assert late[-1][1] > 80_000
+    assert (early[0][0], early[-1][1] > 80_000) == (0.0, True)
+    downs = [
+        row["bytes_down"] for row in list_updates(result) if row["device_id"] == "device-01" and row["bytes_down"]
+    ]
+    assert downs[0] > 2 * downs[1] == 2 * downs[-1]
 
 
 def test_the_check_finds_boards_that_are_always_free(simulate):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgefl.core.conditions import BoardFacts, Conditions, RunConditions, Switch
+from edgefl.core.conditions import DOWN, UP, BoardFacts, Conditions, RunConditions, Switch
 from edgefl.device.hardware.board_reader import BoardReader, parse_int, read_power_w, read_supply_status, read_text
 from edgefl.device.hardware.health import find_interface, read_cpu_counters, read_temperature_c
 
@@ -69,14 +69,19 @@ class FactReader:
             values["temperature_c"] = read_temperature_c(self._board)
         if conditions.max_other_load is not None:
             values["other_load"] = self._measure_other_load()
-        if conditions.unmetered or conditions.interfaces:
-            interface = find_interface(self._board.root)
-            values["interface"] = interface or ""
-            if conditions.unmetered:
-                values["is_metered"] = None if interface is None else self._is_metered(interface)
+        asks_metered = not conditions.unmetered_directions.isdisjoint({UP, DOWN})
+        if asks_metered or conditions.interfaces:
+            values["interface"] = find_interface(self._board.root) or ""
+        if asks_metered:
+            values["is_metered"] = self.read_metered()
         if isinstance(conditions, Conditions) and conditions.switch is not None and self._switch is not None:
             values["switch_is_on"] = self._switch[1].read()
         return BoardFacts(**values)  # type: ignore[arg-type]  # by the names of its fields
+
+    def read_metered(self) -> bool | None:
+        """Returns whether the default route's interface is metered; None where it is not known."""
+        interface = find_interface(self._board.root)
+        return None if interface is None else self._is_metered(interface)
 
     def read_processor_s(self) -> float:
         """Returns the processor seconds of this process and all below it, ended ones included."""

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from edgefl.core.allowance import Allowance, Window
 from edgefl.core.conditions import (
+    BASES,
+    DOWN,
+    DOWNLOAD,
+    NETWORK,
     NO_CONDITIONS,
+    UP,
     Blocker,
     Conditions,
     ConditionsEndedError,
@@ -60,7 +65,7 @@ NEVER_ENDS_S = 86_400.0
 """How long hours that no end was found of are taken to have none."""
 SWITCH_RETRY_S = 10.0
 """Interval in which a switch is tried again whose login or authority cannot be read."""
-_FLICKERING = frozenset({"power", "heat", "load", "network"})
+_FLICKERING = frozenset({"power", "heat", "load", NETWORK, DOWNLOAD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +123,7 @@ class ConditionGate:
         self._usage: BudgetUsage | None = None
         self._coordinator_s: tuple[float, float] | None = None
         self._held: dict[str, tuple[float, Blocker]] = {}
-        self._checked_s = -CHECK_INTERVAL_S
+        self._checked_s = self._arrival_checked_s = -CHECK_INTERVAL_S
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
         self._step_use: dict[str, float] = {}
         self._work_use: dict[str, float] = {}
@@ -147,8 +152,9 @@ class ConditionGate:
             self._charge_work()
             self._checked_s = self._clocks.boot_time()
             self._blocker = self._find_owner_blocker()
-            if self._blocker is None and self._is_working:
-                self._blocker = self.find_run_blocker()
+            if self._is_working and self._get_end() is None:
+                of_run = self.find_run_blocker()
+                self._blocker = of_run if of_run and of_run.kind != DOWNLOAD else self._blocker or of_run
             return self._blocker
 
     def find_owner_blocker(self) -> Blocker | None:
@@ -168,8 +174,9 @@ class ConditionGate:
             ConditionsEndedError: they do not hold now, or make no sense here.
         """
         with self._lock:
-            run = AdmittedRun.parse(run_id, conditions)
-            if run != self._runs.get(run_id):
+            former = self._runs.get(run_id, AdmittedRun())
+            run = replace(AdmittedRun.parse(run_id, conditions), needs_base=former.needs_base)
+            if run != former:
                 self._held.pop(run_id, None)
             self._run = self._runs[run_id] = run
             self._runs.move_to_end(run_id)
@@ -198,6 +205,8 @@ class ConditionGate:
             if not run.has_conditions:
                 return None
             blocker = self._judge(run.conditions) if not run.fault else Blocker(kind="file", reason=run.fault)
+            if blocker is None and run.needs_base:
+                blocker = self._find_base_blocker(run.conditions)
             blocker = self._hold(run.run_id, blocker)
             return None if blocker is None else replace(blocker, run=run.run_id)
 
@@ -249,8 +258,15 @@ class ConditionGate:
             with self._lock:
                 self._record_step()
                 self.check()
-        if self._blocker is not None:
-            raise ConditionsEndedError(self._blocker.reason, self._blocker)
+        self._raise_end()
+
+    def _get_end(self) -> Blocker | None:
+        """Returns the blocker that ends work under way, by the last check; one of downloads alone does not."""
+        return None if self._blocker is None or self._blocker.kind == DOWNLOAD else self._blocker
+
+    def _raise_end(self) -> None:
+        if (blocker := self._get_end()) is not None:
+            raise ConditionsEndedError(blocker.reason, blocker)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -291,9 +307,11 @@ class ConditionGate:
         """Charges a file that is fetched and written to disk, before that begins.
 
         Raises:
-            ConditionsEndedError: it does not fit into a budget.
+            ConditionsEndedError: it does not fit into a budget, or as of `require_base`.
         """
         with self._lock:
+            self._arrival_checked_s = -CHECK_INTERVAL_S
+            self.require_base()
             use = {"written": float(num_bytes)}
             if _has_budget(self._conditions, "written") and (blocker := self._find_used_budget(use)) is not None:
                 raise ConditionsEndedError(blocker.reason, blocker)
@@ -303,8 +321,43 @@ class ConditionGate:
                 # The kernel will count the same bytes.
                 self._written_bytes = (self._written_bytes or 0.0) + num_bytes
 
-    def require_network(self) -> None:
+    def require_base(self) -> None:
+        """Checks before a base is fetched for the admitted run and while it arrives, every half a second at most.
+
+        From then on the run is blocked until the connection is not metered; others may go on.
+
+        Raises:
+            ConditionsEndedError: this board may not go on, or the owner or the run forbids this network for bases.
+        """
+        with self._lock:
+            if not self._is_arrival_check_due():
+                return
+            self.check()
+            self._raise_end()
+            blocker = self._find_base_blocker(self._run.conditions)
+            run = replace(self._run, needs_base=blocker is not None)
+            if run.run_id in self._runs:
+                self._run = self._runs[run.run_id] = run
+            if blocker is not None:
+                raise ConditionsEndedError(blocker.reason, replace(blocker, run=run.run_id))
+
+    def require_download(self) -> None:
+        """Judges the network while a model arrives, every half a second at most; raises as `require_network`."""
+        with self._lock:
+            if self._is_arrival_check_due():
+                self.require_network(UP, DOWN)
+
+    def _is_arrival_check_due(self) -> bool:
+        now_s = self._clocks.boot_time()
+        is_due = now_s - self._arrival_checked_s >= CHECK_INTERVAL_S
+        self._arrival_checked_s = now_s if is_due else self._arrival_checked_s
+        return is_due
+
+    def require_network(self, *directions: str) -> None:
         """Judges the network alone, for what is finished and may be sent after its hours.
+
+        Args:
+            directions: of `DIRECTIONS`; up without any.
 
         Raises:
             ConditionsEndedError: the owner or the run forbids this network.
@@ -312,7 +365,8 @@ class ConditionGate:
         with self._lock:
             self._reload()
             for run, conditions in (("", self._conditions), (self._run.run_id, self._run.conditions)):
-                network = RunConditions(unmetered=conditions.unmetered, interfaces=conditions.interfaces)
+                unmetered = tuple(conditions.unmetered_directions.intersection(directions or (UP,)))
+                network = RunConditions(unmetered=unmetered, interfaces=conditions.interfaces)
                 blocker = find_blocker(network, self._facts.read(network), self._clocks.wall())
                 if blocker is not None:
                     raise ConditionsEndedError(blocker.reason, replace(blocker, run=run))
@@ -385,6 +439,16 @@ class ConditionGate:
         facts = self._facts.read(conditions)
         facts = facts if self._is_agent else replace(facts, other_load=0.0)
         return find_blocker(conditions, facts, self._clocks.wall(), step_s=STEP_MARGIN * self._step_s)
+
+    def _find_base_blocker(self, of_run: RunConditions) -> Blocker | None:
+        """Returns why no base is fetched over this network, by the owner or a run."""
+        if BASES not in self._conditions.unmetered_directions | of_run.unmetered_directions:
+            return None
+        is_metered = self._facts.read_metered()
+        if is_metered is False:
+            return None
+        present = "its connection is metered" if is_metered else "it is not known to be unmetered"
+        return Blocker(kind=DOWNLOAD, reason=f"it waits with the base of the run, as {present}")
 
     def _find_used_budget(self, needed: Mapping[str, float] | None = None) -> Blocker | None:
         found: list[Blocker | None] = []

@@ -42,16 +42,18 @@ class AdmittedRun:
         run_id: of the run; empty before the first.
         conditions: that must hold beside the owner's.
         fault: why they cannot be read here, which lets nothing be done for the run; else empty.
+        needs_base: whether its base was not fetched over a metered connection.
     """
 
     run_id: str = ""
     conditions: RunConditions = NO_RUN_CONDITIONS
     fault: str = ""
+    needs_base: bool = False
 
     @property
     def has_conditions(self) -> bool:
         """Whether anything could block its work."""
-        return bool(self.fault) or self.conditions != NO_RUN_CONDITIONS
+        return bool(self.fault) or self.needs_base or self.conditions != NO_RUN_CONDITIONS
 
     @classmethod
     def parse(cls, run_id: str, value: object) -> AdmittedRun:

@@ -202,9 +202,10 @@ class SuperNode:
         charge_traffic: called with the most bytes of a transfer before it, and with what was not begun, below 0,
             after one that broke; may raise `ConditionsEndedError`.
         admit: called with the header of each instruction before its body is fetched; may raise likewise.
+        check_link: called between two chunks of a body; may raise likewise.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per collaborator
         self,
         *,
         private_key_pem: bytes,
@@ -213,8 +214,9 @@ class SuperNode:
         instance: str = "",
         charge_traffic: Callable[[int], None] = lambda _: None,
         admit: Callable[[Json], None] = lambda _: None,
+        check_link: Callable[[], None] = lambda: None,
     ) -> None:
-        self._charge_traffic, self._admit = charge_traffic, admit
+        self._charge_traffic, self._admit, self._check_link = charge_traffic, admit, check_link
         self._instance, self._tls_context, self._clock = instance, tls_context, clock
         self._signer = RequestSigner(private_key_pem, clock, instance)
         self._stamp = ""
@@ -276,20 +278,24 @@ class SuperNode:
         try:
             self._admit(header)
             self._charge_traffic(len(object_ids) * CHUNK_BYTES or len(body))
+            if object_ids:
+                body = self._pull_chunks(metadata.run_id, object_ids)
         except ConditionsEndedError as error:
             return PulledInstruction(metadata=metadata, header=header, body=b"", blocker=error.blocker)
-        if object_ids:
-            body = self._pull_chunks(metadata.run_id, object_ids)
         return PulledInstruction(metadata=metadata, header=header, body=body)
 
     def _pull_chunks(self, run_id: int, object_ids: list[str]) -> bytes:
         chunks: list[bytes] = []
+        num_started = 0
         try:
             for object_id in object_ids:
-                chunks.append(self._pull_chunk(run_id, object_id))  # noqa: PERF401 counted where one fails
-        except NetworkError:
+                if chunks:
+                    self._check_link()
+                num_started += 1
+                chunks.append(self._pull_chunk(run_id, object_id))
+        except (NetworkError, ConditionsEndedError):
             with contextlib.suppress(ConditionsEndedError):  # what was not begun comes back
-                self._charge_traffic(-CHUNK_BYTES * (len(object_ids) - len(chunks) - 1))
+                self._charge_traffic(-CHUNK_BYTES * (len(object_ids) - num_started))
             raise
         return b"".join(chunks)
 

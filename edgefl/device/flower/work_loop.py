@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from edgefl.core.conditions import Blocker, ConditionsEndedError
+from edgefl.core.conditions import DOWNLOAD, NETWORK, Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
 from edgefl.core.protocol import (
     ALLOWANCE_KEY,
@@ -215,6 +215,7 @@ class WorkLoop:
             instance=instance,
             charge_traffic=gate.charge_traffic,
             admit=self._admit,
+            check_link=gate.require_download,
         )
         self.uploader: ReplyUploader[tuple[str, Any]] = ReplyUploader(self._send_reply, on_failure)
 
@@ -271,7 +272,7 @@ class WorkLoop:
             self._gate.admit(str(header.get("run")), header.get(CONDITIONS_KEY) if is_trainer else None)
         except ConditionsEndedError as error:
             is_finished = self._get_cached_reply(str(header.get("assignment")), header) is not None
-            if not is_finished or error.blocker.kind == "network":
+            if not is_finished or error.blocker.kind in {NETWORK, DOWNLOAD}:
                 raise
 
     def _work(self, header: Json, instruction: PulledInstruction) -> ReplyContent:

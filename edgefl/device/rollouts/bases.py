@@ -38,7 +38,9 @@ class BaseFiles:
         folder: of the files.
         get_source: returns the coordinator's address and our signature; None where this process has no connection.
         should_continue: called while a file arrives and between tries; False ends that with `NetworkError`.
-        charge_traffic: called with the bytes of a transfer before it; what it raises ends the fetch.
+        charge_traffic: called with the bytes of a transfer before it; what it raises ends the fetch, and what has
+            arrived stays.
+        check_link: called while a file arrives; likewise.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class BaseFiles:
         *,
         should_continue: Callable[[], bool] = lambda: True,
         charge_traffic: Callable[[int], None] = lambda _: None,
+        check_link: Callable[[], None] = lambda: None,
     ) -> None:
-        self._charge_traffic = charge_traffic
+        self._charge_traffic, self._check_link = charge_traffic, check_link
         self.folder, self._get_source, self._should_continue = folder, get_source, should_continue
         self._verified: set[str] = set()
         self._received_bytes = 0
@@ -109,10 +112,14 @@ class BaseFiles:
         present = part.stat().st_size if part.is_file() else 0
         self._charge_traffic(max(0, plan.num_bytes - present))
         try:
-            download_file(self._get_source(), remote, self.folder, self._should_continue)
+            download_file(self._get_source(), remote, self.folder, self._should_receive)
         finally:
             now = part.stat().st_size if part.is_file() else plan.num_bytes
             self._received_bytes += max(0, now - present)
+
+    def _should_receive(self) -> bool:
+        self._check_link()
+        return self._should_continue()
 
     def _remove_older(self, sha256: str) -> None:
         """Removes all but the newest other bases, and what is left of other downloads."""

@@ -132,6 +132,7 @@ class DeviceTrainer:
         get_only_masked: returns whether what this board trains may leave it in secure aggregation alone.
         check_conditions: called at every iteration; raises `ConditionsEndedError` where this board may not go on.
         charge_traffic: called with the bytes of a base before it is fetched; raises likewise.
+        check_base_link: called while a base arrives; raises likewise.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -157,6 +158,7 @@ class DeviceTrainer:
         get_only_masked: Callable[[], bool] = lambda: False,
         check_conditions: Callable[[], None] = lambda: None,
         charge_traffic: Callable[[int], None] = lambda _: None,
+        check_base_link: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_conditions = check_conditions
         self._get_source, self._get_max_epsilon = get_source, get_max_epsilon
@@ -170,6 +172,7 @@ class DeviceTrainer:
             get_source,
             should_continue=self._should_continue_fetching,
             charge_traffic=charge_traffic,
+            check_link=check_base_link,
         )
         self._task_cache = TaskCache(
             shards,

@@ -7,6 +7,7 @@ from board_trees import plant, rails, zones
 
 from edgefl.core.allowance import Window
 from edgefl.core.conditions import Blocker, Conditions, ConditionsEndedError
+from edgefl.core.safe_parsing import format_toml
 from edgefl.device.conditions.budgets import SAVE_INTERVAL_S, USAGE_FILE, Clocks
 from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import (
@@ -118,6 +119,93 @@ def test_a_network_that_is_forbidden_is_found_though_the_hours_are_over_too(boar
     save_conditions(board.folder, NIGHT)
     board.gate.complete_run("r-1")
     board.gate.require_network()
+
+
+ROUTE = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\n{}\t00000000\t0100A8C0\t3\t0\t0\t600\t00000000\n"
+METERED, UNMETERED = ({"proc/net/route": ROUTE.format(name)} for name in ("wwan0", "eth0"))
+
+
+def find_refused(*steps):
+    refused = []
+    for step in steps:
+        try:
+            step()
+        except ConditionsEndedError:
+            refused.append(step.__name__)
+    return refused
+
+
+@pytest.mark.parametrize("is_of_run", [False, True])
+@pytest.mark.parametrize(
+    ("unmetered", "kind", "refused"),
+    [
+        (True, "network", ["require", "require_network", "require_download", "charge"]),
+        (("up",), "network", ["require", "require_network", "require_download", "charge"]),
+        (("down",), "download", ["require_download"]),
+        (("bases",), None, ["charge"]),
+        (("down", "bases"), "download", ["require_download", "charge"]),
+        ((), None, []),
+    ],
+)
+def test_a_metered_link_keeps_away_what_the_owner_or_the_run_says_and_nothing_else(
+    board, unmetered, kind, refused, is_of_run
+):
+    def charge():
+        board.gate.charge_file(1)
+
+    gate, conditions = board.gate, Conditions(unmetered=unmetered)
+    plant(board.root, UNMETERED)
+    if not is_of_run:
+        save_conditions(board.folder, format_toml({"conditions": conditions.to_json()}).encode())
+    gate.admit("r-1", conditions.to_json() if is_of_run else None)
+    with gate.work():
+        charge()
+        plant(board.root, METERED)
+        board.wait(1.0)
+        found = gate.check()
+        assert (found and found.kind) == kind
+        assert find_refused(gate.require, gate.require_network, gate.require_download, charge) == refused
+    blocker = (gate.find_run_blocker() if is_of_run else gate.find_owner_blocker()) if kind else None
+    assert (blocker and blocker.kind) == kind
+
+
+def test_a_base_that_may_not_come_blocks_its_own_run_until_the_link_is_unmetered_for_a_while(board):
+    reason = "it waits with the base of the run, as its connection is metered"
+    waits = Blocker(kind="download", reason=reason, run="r-1")
+    plant(board.root, METERED)
+    save_conditions(board.folder, b'[conditions]\nunmetered = ["bases"]\n')
+    board.gate.admit("r-1", None)
+    with board.gate.work(), pytest.raises(ConditionsEndedError) as ended:
+        board.gate.charge_file(1)
+    assert (ended.value.blocker, board.gate.find_run_blocker()) == (waits, waits)
+    board.gate.admit("r-2", None)  # its base is here
+    assert (board.gate.check(), board.gate.find_run_blocker()) == (None, None)
+    with pytest.raises(ConditionsEndedError, match="waits with the base"):
+        board.gate.admit("r-1", None)
+    plant(board.root, UNMETERED)
+    board.wait(HOLD_S - 1)
+    assert board.gate.find_run_blocker() == waits
+    board.wait(1.0)
+    board.gate.admit("r-1", None)
+    with board.gate.work():
+        board.gate.charge_file(1)
+        plant(board.root, METERED)
+        board.gate.require_base()  # looks every half a second
+        board.wait(0.5)
+        with pytest.raises(ConditionsEndedError):
+            board.gate.require_base()
+    board.gate.complete_run("r-1")
+    assert board.gate.find_run_blocker() is None
+
+
+def test_a_base_is_not_fetched_beyond_the_hours(board):
+    save_conditions(board.folder, NIGHT)
+    board.gate.admit("r-1", None)
+    with board.gate.work():
+        board.gate.charge_file(1)
+        board.wait(6 * 3600.0)
+        with pytest.raises(ConditionsEndedError, match="outside its hours"):
+            board.gate.require_base()
 
 
 def test_the_runs_conditions_hold_in_its_work_beside_the_owners(board):

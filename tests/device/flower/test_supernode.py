@@ -159,9 +159,18 @@ def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_
         node.pull()
     assert charged == [5 * CHUNK_BYTES, -2 * CHUNK_BYTES]
 
+    def become_metered():
+        raise ConditionsEndedError("metered", Blocker(kind="download", reason="metered"))
+
+    pulled.clear()
+    charged.clear()
+    node._check_link = become_metered
+    assert node.pull().blocker.reason == "metered"
+    assert (charged, pulled) == ([5 * CHUNK_BYTES, -4 * CHUNK_BYTES], [1])
+
     def refuse(_num_bytes):
         raise ConditionsEndedError("used up", Blocker(kind="budget", reason="used up"))
 
     node._charge_traffic = refuse
     assert node.pull().blocker.reason == "used up"
-    assert len(pulled) == 3
+    assert len(pulled) == 1

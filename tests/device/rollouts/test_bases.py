@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from model_source import ModelSource
 
+from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import NetworkError, NotFoundError, TaskError
 from edgefl.device.rollouts import bases
@@ -62,6 +63,24 @@ def test_an_agent_that_stops_leaves_what_has_arrived(source, tmp_path):
     with pytest.raises(NetworkError, match="broke off at"):
         BaseFiles(tmp_path / "bases", source.source, should_continue=lambda: False).fetch(PLAN)
     assert (tmp_path / "bases" / f"{SHA256}.part").stat().st_size > 0
+
+
+def test_a_link_that_became_metered_stops_a_base_between_two_chunks_and_it_goes_on_from_there(source, tmp_path):
+    part, charged = tmp_path / "bases" / f"{SHA256}.part", []
+
+    def refuse():
+        raise ConditionsEndedError("its connection is metered")
+
+    files = BaseFiles(tmp_path / "bases", source.source, charge_traffic=charged.append, check_link=refuse)
+    with pytest.raises(ConditionsEndedError):
+        files.fetch(PLAN)
+    present = part.stat().st_size
+    assert 0 < present < len(BODY)
+    files._check_link = lambda: None
+    assert files.fetch(PLAN).read_bytes() == BODY
+    assert source.ranges == ["bytes=0-", f"bytes={present}-"]
+    assert charged == [len(BODY), len(BODY) - present]
+    assert files.pop_received_bytes() == len(BODY)
 
 
 def test_a_base_that_nobody_has_and_a_process_without_a_connection_are_told(source, tmp_path):
