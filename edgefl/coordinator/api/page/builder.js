@@ -21,6 +21,7 @@ name = "fedavg"
 const CHECK_MS = 500;
 const TEXT_KEY = "edgefl-run-file";
 const NUMBER = /^[+-]?\d[\d_]*(\.[\d_]+)?([eE][+-]?\d+)?$/;
+const BOOLEAN = /^(true|false)$/;
 // Settings of every strategy that trains; the others are its own.
 const LOCAL = ["schedule", "iterations", "seconds", "optimizer", "momentum", "weight_decay", "head_epochs", "personal_lambda", "keep_optimizer"];
 const LABELS = {
@@ -328,6 +329,10 @@ function isNumeric(kind) {
   return kind.type === "integer" || kind.type === "number";
 }
 
+function isList(kind) {
+  return kind.type === "array";
+}
+
 function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
@@ -336,15 +341,15 @@ function capital(text) {
 function helpOf(kind) {
   const bounds = [["minimum", "at least"], ["exclusiveMinimum", "above"], ["maximum", "at most"], ["exclusiveMaximum", "below"]].filter(([name]) => name in kind && kind[name] < 1e15).map(([name, text]) => `${text} ${kind[name]}`);
   const text = capital((kind.description ?? "").replaceAll("`", "").replace(/\bNone\b/g, "none"));
-  return [text, bounds.length ? `${capital(bounds.join(", "))}.` : "", kind.type === "array" ? "Several with commas." : ""].filter(Boolean).join(" ");
+  return [text, bounds.length ? `${capital(bounds.join(", "))}.` : "", (kind.anyOf ?? [kind]).some(isList) ? "Several with commas." : ""].filter(Boolean).join(" ");
 }
 
 // What somebody typed as it stands in the file: what is no number stays a text, which the coordinator then refuses.
 function toLiteral(kind, written) {
   const text = written.trim();
   if (!text) return null;
-  if (kind.type === "array") return literal(text.split(",").map((one) => one.trim()).filter(Boolean));
-  if (kind.type === "boolean") return text;
-  const mayBeNumber = isNumeric(kind) || kind.anyOf?.some(isNumeric);
-  return mayBeNumber && NUMBER.test(text) ? text : literal(text);
+  const kinds = kind.anyOf ?? [kind];
+  if (kinds.some((one) => one.type === "boolean") && BOOLEAN.test(text)) return text;
+  if (kinds.some(isList)) return literal(text.split(",").map((one) => one.trim()).filter(Boolean));
+  return kinds.some(isNumeric) && NUMBER.test(text) ? text : literal(text);
 }
