@@ -27,8 +27,8 @@ FIRST = (len(CANDIDATES) - 1) // 2
 def simulated(tmp_path):
     """The codecs that a fast and a slow board had, assignment by assignment."""
 
-    def run(strategy="fedavg", *, bookkeeping_only=False, up="auto", **compression):
-        (tmp_path / "profiles.toml").write_text(PROFILES)
+    def run(strategy="fedavg", *, bookkeeping_only=False, up="auto", profiles=PROFILES, **compression):
+        (tmp_path / "profiles.toml").write_text(profiles)
         boards = {"profiles": ["fast", "slow"], "profile_file": str(tmp_path / "profiles.toml"), "jitter": 0.0}
         config = {
             "run": {"task": "digits", "rounds": 6, "seed": 7},
@@ -65,6 +65,24 @@ def test_it_chooses_among_the_codecs_that_are_named(simulated):
     assert (fast[-1], slow[-1]) == ("dense; *bias = fp16", "topk:0.02|int8; *bias = fp16")
 
 
+@pytest.mark.parametrize("strategy", ["fedavg", "scaffold", "fedasync", "signsgd"])
+@pytest.mark.parametrize(
+    ("up", "metered", "codecs"),
+    [("auto", None, ("ef|fp16", CANDIDATES[-1])), ("fp16", "topk:0.1|int8", ("fp16", "topk:0.1|int8"))],
+)
+def test_a_board_gets_fewer_bytes_while_its_connection_is_metered(simulated, strategy, up, metered, codecs):
+    """Both are as fast; what is metered begins within the run."""
+    fast = PROFILES.partition("[profile.slow]")[0]
+    profiles = f"{fast}{fast.replace('fast', 'slow')}metered = [[0, 0], [0.02, 1]]\n"
+    bookkeeping = {"bookkeeping_only": strategy == "signsgd"}
+    free, metered_board = simulated(
+        strategy, up=up, profiles=profiles, **bookkeeping, **({"metered": metered} if metered else {})
+    )
+    assert (free[-1], metered_board[-1]) == codecs
+    assert codecs[1] not in free
+    assert metered_board[0] == free[0]
+
+
 @pytest.mark.parametrize(
     ("compression", "strategy", "error", "text"),
     [
@@ -74,6 +92,17 @@ def test_it_chooses_among_the_codecs_that_are_named(simulated):
         ({"up": "auto:dense,ef|int8"}, "fedavg", CodecError, "begin with ef"),
         ({"up": "auto:fp16,delta|fp16"}, "fedavg", CodecError, "delta"),
         ({"up": "auto"}, "redundant", ConfigError, "leave ef out"),
+        (
+            {"up": "fp16", "metered": "auto"},
+            "fedavg",
+            CodecError,
+            "compression.metered: it must be one codec, got 'auto'",
+        ),
+        ({"up": "fp16", "metered": "nonsense"}, "fedavg", CodecError, "compression.metered: unknown stage"),
+        ({"up": "fp16", "metered": "ef|int8"}, "fedavg", CodecError, "it and up both begin with ef"),
+        ({"up": "fp16", "metered": "int8"}, "redundant", ConfigError, "got 'int8': all copies of a block"),
+        ({"metered": "int8"}, "adacomp", ConfigError, "left out with strategy adacomp, .* a codec of its own"),
+        ({"metered": "int8"}, "dsgd", ConfigError, "nodes of a graph need one codec"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_run(compression, strategy, error, text):

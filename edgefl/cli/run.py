@@ -418,6 +418,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
         raise ConfigError('privacy.unit = "example": nodes of a Flower app keep no account; leave it out')
     if config.conditions.to_json():
         raise ConfigError("conditions: nodes of a Flower app know none; leave it out")
+    if config.compression.metered is not None:
+        raise ConfigError("compression.metered: nodes of a Flower app do not say whether they are; leave it out")
     built = build_run(config, "check")
     if built.has_personal:
         raise ConfigError(

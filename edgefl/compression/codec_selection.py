@@ -6,6 +6,9 @@ run: while the accuracy rises steadily it halves, when it stalls it doubles. The
 update, since a wrong guess then costs little, and harder at once. An unknown device starts in the middle, and then
 goes one step harder: the time of another size separates the uplink from the rest. Where sizes hardly differ, both
 ways are taken to be equally fast. The estimates are checkpointed as they are (`LinkEstimates`).
+
+A device whose connection is metered pays for bytes: it gets the codec of the run file for that, else the candidate
+that takes the fewest. What its upload took is observed all the same, for the time when it is not metered.
 """
 
 from __future__ import annotations
@@ -126,12 +129,16 @@ class LinkEstimates:
 
 @dataclass(slots=True, kw_only=True)
 class CodecSelector:
-    """Selects among `specs`, lightest first; one object serves one run, live or simulated."""
+    """Selects among `specs`, lightest first; one object serves one run, live or simulated.
+
+    `metered_spec` is that of devices whose connection is metered; None for the smallest of `specs`.
+    """
 
     specs: Sequence[str]
     link_estimates: LinkEstimates
+    metered_spec: str | None = None
 
-    def adapt_instruction(self, instruction: TrainInstruction) -> TrainInstruction:
+    def adapt_instruction(self, instruction: TrainInstruction, *, is_metered: bool = False) -> TrainInstruction:
         """Returns the instruction with the best codec for its device now.
 
         A strategy's own codec takes precedence; blocks of redundant shards keep the lightest, since all
@@ -139,8 +146,13 @@ class CodecSelector:
         """
         if instruction.codec != self.specs[0] or instruction.block is not None:
             return instruction
+        if is_metered and self.metered_spec is not None:
+            return replace(instruction, codec=self.metered_spec)  # none of `specs`: it says nothing of their time
+        if len(self.specs) == 1:
+            return instruction
         estimate = self.link_estimates.ways.get(instruction.device_id)
         index = (len(self.specs) - 1) // 2 if estimate is None else estimate.rung
+        index = self._find_hardest() if is_metered else index
         self.link_estimates.in_flight[instruction.assignment_id] = index, instruction.deadline_s
         return instruction if index == 0 else replace(instruction, codec=self.specs[index])
 
@@ -216,16 +228,26 @@ class CodecSelector:
         accuracies.clear()  # the next change depends on the effect of this one
 
 
-def make_codec_selector(sizes: Mapping[str, int]) -> CodecSelector:
+def make_codec_selector(sizes: Mapping[str, int], metered_spec: str | None = None) -> CodecSelector:
     """Returns the selector among candidates, given the size of a body in each.
+
+    Args:
+        sizes: by codec; one alone for what is not metered.
+        metered_spec: of devices whose connection is metered; None for the smallest.
 
     Raises:
         CodecError: some of them keep a residual on the device (`ef`) and others do not: a change from one to the
             other would lose it.
     """
     specs = sorted(sizes, key=lambda spec: -sizes[spec])
-    with_feedback = [spec for spec in specs if has_error_feedback(spec)]
-    if with_feedback and len(with_feedback) < len(specs):
-        without = next(spec for spec in specs if spec not in with_feedback)
-        raise CodecError(f"auto: all of its codecs begin with ef| or none does, got {with_feedback[0]} and {without}")
-    return CodecSelector(specs=specs, link_estimates=LinkEstimates(sizes=[float(sizes[spec]) for spec in specs]))
+    every = specs if metered_spec is None else [*specs, metered_spec]
+    with_feedback = [spec for spec in every if has_error_feedback(spec)]
+    if with_feedback and len(with_feedback) < len(every):
+        without = next(spec for spec in every if spec not in with_feedback)
+        whose = (
+            "auto: all of its codecs begin" if metered_spec is None else "compression.metered: it and up both begin"
+        )
+        none = "none does" if metered_spec is None else "neither does"
+        raise CodecError(f"{whose} with ef| or {none}, got {with_feedback[0]} and {without}")
+    estimates = LinkEstimates(sizes=[float(sizes[spec]) for spec in specs])
+    return CodecSelector(specs=specs, link_estimates=estimates, metered_spec=metered_spec)

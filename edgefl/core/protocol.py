@@ -63,6 +63,9 @@ ANSWER_TIMEOUT_S = 1.0
 """Longest wait for the answer to such a report, once per assignment; then the fallback of its plan holds."""
 BASE_TRAFFIC_KEY = "base_bytes"
 """Key in the header of answers: bytes of base and compiled task that the device has fetched meanwhile."""
+METERED_KEY = "metered"
+"""Key in the header of instructions: heartbeats tell whether the board's connection is metered. Of a question and its
+answer, too."""
 BASES_PATH = "/edgefl/v1/bases"
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """Maximum size of a reply's body, in bytes, sent in chunks."""
@@ -140,6 +143,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "bool": (bool,),
+    "bool | None": (bool, _NONE),
     "str | None": (str, _NONE),
     "int | None": (int, _NONE),
     "float | None": (int, float, _NONE),
@@ -375,7 +379,7 @@ class Heartbeat(_Message):
     `model` is the SHA-256 of the deployed model that it runs, `deployment` the result of the last deployment,
     `installation` that of the last release or task pack; `boot_id` is that of the status; `blocked` is why it may not
     train now (`kind`, `reason`, `free_at_s`, `run` where it is that run's condition), `allowance` what its hours and
-    budgets allow where it may.
+    budgets allow where it may; `metered` is whether its connection is metered, where a run asks for that.
     """
 
     seq: int
@@ -400,6 +404,7 @@ class Heartbeat(_Message):
     boot_id: str | None = None
     blocked: Json | None = None
     allowance: Json | None = None
+    metered: bool | None = None
 
     def _check(self) -> None:
         # As in `Capabilities`.

@@ -834,12 +834,13 @@ class DeviceThroughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthMetrics:
-    """Hardware health by the last heartbeat; None for unknown values, `is_throttled` is about now."""
+    """Health of board and connection by the last heartbeat; None where unknown, `is_throttled` is about now."""
 
     temperature_c: float | None = None
     is_throttled: bool | None = None
     battery_fraction: float | None = None
     power_w: float | None = None
+    is_metered: bool | None = None
 
 
 class FleetView(Protocol):

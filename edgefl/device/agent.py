@@ -102,6 +102,7 @@ class Agent:
         )
         self._tls_context = create_pinned_context(state.ca.read_bytes())
         self._confine, self._gate, self._was_blocked = state.settings.confine, ConditionGate(state.root), False
+        self._reported_metered: bool | None = None
         self._accelerator = select_accelerator(state.settings.accelerator)
         self._renewal = CertificateRenewal(state, self._tls_context, make_signer=self._make_signer)
         self._connection = self._make_connection()
@@ -308,7 +309,7 @@ class Agent:
             if self._gate.check_often() is None:
                 self._capability_reporter.measure_step_rates()
             return
-        if self._gate.check_often() is not None:
+        if self._gate.check_often() is not None or self._gate.read_metered() != self._reported_metered:
             self._heartbeat.publish_now()
         self._poll_backoff.on_work()
         if may_have_lost_wake_up:
@@ -346,7 +347,7 @@ class Agent:
 
     def _get_activity(self) -> DeviceActivity:
         run, assignment, iteration = self._trainer.current or (None, None, None)
-        blocker = self._check_conditions()
+        blocker, self._reported_metered = self._check_conditions(), self._gate.read_metered()
         allowance = self._gate.find_allowance() if blocker is None else None
         return DeviceActivity(
             run=run,
@@ -359,6 +360,7 @@ class Agent:
             installation=self._installations.report,
             blocked=blocker.to_json() if blocker is not None else None,
             allowance=allowance.to_json() if allowance is not None else None,
+            metered=self._reported_metered,
         )
 
     def _check_conditions(self) -> Blocker | None:

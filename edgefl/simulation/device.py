@@ -215,12 +215,14 @@ class SimulatedDevice:
     def compute_health(self, now_s: float) -> HealthMetrics | None:
         """Returns the health metrics of its heartbeats; None where its profile has none."""
         profile = self.profile
-        if not (profile.temperature_c or profile.battery or self.compute_slowdown):
+        if not (profile.temperature_c or profile.battery or profile.metered or self.compute_slowdown):
             return None
+        is_metered = value_at(profile.metered, now_s)
         return HealthMetrics(
             temperature_c=value_at(profile.temperature_c, now_s),
             is_throttled=self.compute_slowdown is not None and self.compute_slowdown.factor_at(now_s) > 1.0,
             battery_fraction=value_at(profile.battery, now_s),
+            is_metered=None if is_metered is None else is_metered > 0,
         )
 
     def summarise_health(self, start_s: float, end_s: float) -> dict[str, Any]:

@@ -258,7 +258,7 @@ class CodecPolicy(Protocol):
 
     link_estimates: Any
 
-    def adapt_instruction(self, instruction: TrainInstruction) -> TrainInstruction: ...
+    def adapt_instruction(self, instruction: TrainInstruction, *, is_metered: bool = False) -> TrainInstruction: ...
     def observe(self, event: Event, accuracy: float | None) -> None: ...
 
 
@@ -301,7 +301,9 @@ class RunParticipationPolicy:
         if not instruction.plan.has_training:
             return instruction
         if self.codec_policy is not None:
-            instruction = self.codec_policy.adapt_instruction(instruction)
+            health = view.health.get(instruction.device_id)
+            is_metered = health is not None and health.is_metered is True
+            instruction = self.codec_policy.adapt_instruction(instruction, is_metered=is_metered)
         # A reduced block would differ from its other copies, and a node's exchange has no budget to reduce.
         if instruction.block is not None or instruction.plan.node is not None:
             return instruction

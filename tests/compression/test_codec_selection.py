@@ -233,6 +233,41 @@ def test_auto_needs_two_codecs_or_more(line):
         parse_auto_candidates(line)
 
 
+def order(auto, name="a", number=1):
+    plan = TrainConfig(epochs=1.0)
+    return TrainInstruction(
+        assignment_id=f"{name}-{number}", device_id=name, base_version=0, plan=plan, codec=auto.specs[0]
+    )
+
+
+def test_a_device_on_a_metered_connection_gets_the_fewest_bytes_that_are_worth_it_and_its_own_rung_afterwards():
+    auto = make_codec_selector({"dense": 1000, "fp16": 500, "int8": 250, "topk:0.01": 249})
+    assert auto.adapt_instruction(order(auto), is_metered=True).codec == "int8"  # the last saves nothing more
+    made = auto.adapt_instruction(order(auto, number=2))
+    assert made.codec == "fp16"
+    for number, is_metered in ((3, True), (4, True), (5, False)):
+        made = auto.adapt_instruction(order(auto, number=number), is_metered=is_metered)
+        auto.observe(updated(made, {"fp16": 500, "int8": 250, "dense": 1000}[made.codec], send_s=0.001), None)
+    assert auto.adapt_instruction(order(auto, number=6), is_metered=True).codec == "int8"
+    assert auto.adapt_instruction(order(auto, number=7)).codec in {"dense", "fp16"}
+
+
+def test_the_codec_for_metered_connections_goes_to_nobody_else_and_teaches_nothing():
+    one, auto = (make_codec_selector(sizes, "topk:0.01") for sizes in ({"fp16": 1}, {"fp16": 500, "int8": 250}))
+    for made in (one, auto):
+        assert made.adapt_instruction(order(made), is_metered=True).codec == "topk:0.01"
+        assert made.link_estimates.in_flight == {}
+        assert made.adapt_instruction(order(made)).codec == "fp16"
+        made.observe(updated(order(made), 5, send_s=1.0), None)
+    assert one.link_estimates.in_flight == one.link_estimates.ways == {}
+    own = replace(order(one), codec="sign")
+    assert one.adapt_instruction(own, is_metered=True) is own
+    with pytest.raises(
+        CodecError, match=r"metered: it and up both begin with ef\| or neither does, got ef\|int8 and fp16"
+    ):
+        make_codec_selector({"fp16": 1}, "ef|int8")
+
+
 def test_codecs_with_and_without_feedback_do_not_mix():
     with pytest.raises(CodecError, match=r"all of its codecs begin with ef\| or none does, got ef\|int8 and fp16"):
         make_codec_selector({"fp16": 1000, "ef|int8": 500})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -12,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from edgefl.compression.codec_selection import CANDIDATES
 from edgefl.core.config import parse_run
-from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.simulation.local_fleet import EDGEFL_COMMAND, LocalFleet
+from edgefl.tasks.adaptation.base_file import encode_base
+from edgefl.tasks.registry import make_task
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 PAUSED = "device-01"
 
 
@@ -111,6 +115,78 @@ def test_a_run_outside_its_own_hours_waits_is_named_by_its_boards_and_keeps_no_o
     assert {row["device_id"] for row in fleet.list_history("updates", run=run_id)} == {PAUSED, "device-02"}
     assert fleet.list_history("updates", run=waiting) == []
     tools.eventually(lambda: get_blocked(fleet) is None)
+
+
+@pytest.fixture
+def metered_fleet(tools: Any, tmp_path: Path) -> Any:
+    """A fleet whose first board asks a stand-in of NetworkManager, which says what is in the file: it is metered."""
+    said, program = tmp_path / "said", tmp_path / "bin" / "nmcli"
+    said.write_text("yes")
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat {said}\n")
+    program.chmod(0o755)
+    first, second = tools.devices(2, "digits")
+    path = f"PATH={program.parent}:{os.environ['PATH']}"
+    with tools.fleet(tmp_path / "fleet", [replace(first, program=("env", path, *EDGEFL_COMMAND)), second]) as fleet:
+        yield fleet, said
+
+
+def test_a_base_waits_for_an_unmetered_link_and_blocks_its_run_alone(
+    metered_fleet: Any, tools: Any, tmp_path: Path
+) -> None:
+    fleet, said = metered_fleet
+    file, own = tmp_path / "metered.toml", tmp_path / "digits.safetensors"
+    own.write_bytes(encode_base(make_task("digits", {}).init(99)))
+    fleet.run_command("base", "add", str(own), "--name", "digits-base", "--dir", str(fleet.directory))
+    file.write_text('[conditions]\nunmetered = ["bases"]\n')
+    state = ("--state", fleet.root / PAUSED)
+    assert "may not" not in tools.typed("device", "set", "--conditions", file, *state).out
+    sections = {"devices": {"min": 1}, "adapt": {"method": "lora", "rank": 2, "base": "digits-base"}}
+    run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 10**5, "evaluate_on": "none"}, **sections}))
+    waits = f"by run {run_id}: it waits with the base of the run, as its connection is metered"
+    tools.eventually(lambda: get_blocked(fleet) == waits, what="its board says what it waits for")
+    tools.wait_rounds(fleet, run_id, 3)
+    assert not tools.used(fleet, run_id, PAUSED)
+    assert not list((fleet.root / PAUSED).glob("bases/*"))
+    other = fleet.submit(
+        parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}, "devices": {"names": [PAUSED]}})
+    )
+    tools.eventually(lambda: len(tools.used(fleet, other, PAUSED)) == 2, what="a run without a base")
+    said.write_text("no")
+    tools.eventually(lambda: tools.used(fleet, run_id, PAUSED), 150.0, what="its base comes")
+    said.write_text("yes")
+    num_used = len(tools.used(fleet, run_id, PAUSED))
+    tools.eventually(lambda: len(tools.used(fleet, run_id, PAUSED)) > num_used + 5, what="it goes on with its base")
+    outcomes = {row["outcome"] for row in fleet.list_history("updates", run=run_id, device=PAUSED)}
+    assert outcomes <= {"used", "lost", "pending", None}
+    tools.stop(fleet, run_id)
+
+
+@pytest.mark.parametrize("compression", [{"up": "auto"}, {"up": "ef|int8", "metered": CANDIDATES[-1]}])
+def test_a_board_on_a_metered_link_sends_fewer_bytes_until_it_is_not_metered(
+    metered_fleet: Any, tools: Any, tmp_path: Path, compression: dict[str, str]
+) -> None:
+    fleet, said = metered_fleet
+    plan = tmp_path / "run.toml"
+    table = "".join(f'{name} = "{codec}"\n' for name, codec in compression.items())
+    plan.write_text(f'[run]\ntask = "digits"\nrounds = 100000\nevaluate_on = "none"\n[compression]\n{table}')
+    rows = tools.as_operator(fleet, "run", "submit", plan, "--dry-run", "--format", "json").rows
+    planned = {row["device_id"]: row["codec"] for row in rows}
+    assert (planned[PAUSED], planned["device-02"] in CANDIDATES[:-1]) == (CANDIDATES[-1], True)
+    run_id = tools.as_operator(fleet, "run", "submit", plan).out.strip()
+
+    def list_codecs(name: str) -> list[str]:
+        return [row["codec"] for row in tools.used(fleet, run_id, name)]
+
+    tools.eventually(lambda: len(list_codecs(PAUSED)) >= 8)
+    assert set(list_codecs(PAUSED)[1:]) == {CANDIDATES[-1]}
+    if "metered" in compression:
+        assert set(list_codecs("device-02")) == {compression["up"]}
+    sizes = [{row["bytes_up"] for row in tools.used(fleet, run_id, name)[3:8]} for name in (PAUSED, "device-02")]
+    assert max(sizes[0]) < 0.5 * min(sizes[1])
+    said.write_text("no")
+    tools.eventually(lambda: list_codecs(PAUSED)[-1] != CANDIDATES[-1], 90.0, what="it is not metered any more")
+    tools.stop(fleet, run_id)
 
 
 def test_a_board_outside_its_hours_is_not_chosen_and_a_dry_run_says_when_it_is_free(

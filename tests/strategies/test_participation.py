@@ -121,8 +121,8 @@ class Codecs:
     def __init__(self):
         self.told = []
 
-    def adapt_instruction(self, order):
-        return replace(order, codec="fp16")
+    def adapt_instruction(self, order, *, is_metered):
+        return replace(order, codec="int8" if is_metered else "fp16")
 
     def observe(self, event, accuracy):
         self.told.append((event, accuracy))
@@ -133,10 +133,10 @@ def test_a_choice_of_codecs_sees_every_order_and_every_event():
     guarded = RunParticipationPolicy(
         selection=DeviceSelection(max_temperature_c=70.0), guard=UpdateGuard(shapes=SHAPES), codec_policy=codecs
     )
-    hot = view({"pi-1": HealthMetrics(temperature_c=90.0)})
-    for name, iterations in (("pi-1", 4), ("pi-2", 8)):
+    hot = view({"pi-1": HealthMetrics(temperature_c=90.0, is_metered=True), "pi-3": HealthMetrics(is_metered=False)})
+    for name, iterations, codec in (("pi-1", 4, "int8"), ("pi-2", 8, "fp16"), ("pi-3", 8, "fp16")):
         made = guarded.adapt_instruction(order(name, iterations=8), hot)
-        assert (made.codec, made.plan.iterations) == ("fp16", iterations)
+        assert (made.codec, made.plan.iterations) == (codec, iterations)
     guarded.observe("event", 0.5)
     assert codecs.told == [("event", 0.5)]
 

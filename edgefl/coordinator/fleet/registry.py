@@ -788,6 +788,7 @@ class _LiveHealth(Mapping[str, HealthMetrics]):
             is_throttled=None if throttled is None else throttled != "ok",
             battery_fraction=heartbeat.battery_fraction,
             power_w=heartbeat.power_w,
+            is_metered=heartbeat.metered,
         )
 
     def __iter__(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Protocol
 from edgefl.core.allowance import Allowance, parse_allowance
 from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
 from edgefl.core.errors import EdgeflError
-from edgefl.core.protocol import ALLOWANCE_KEY, CommandKind
+from edgefl.core.protocol import ALLOWANCE_KEY, METERED_KEY, CommandKind
 from edgefl.core.types import Json
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Availability:
         unknown: those that did not answer.
         unasked: those that were not asked, as they were too many or the time was over.
         allowances: of the free ones whose hours for the run end; times count from the answer.
+        metered: those of them all whose connection is metered, where they were asked for that.
     """
 
     free: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class Availability:
     unknown: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
+    metered: tuple[str, ...] = ()
 
     def to_json(self) -> Json:
         """Returns the numbers."""
@@ -69,7 +71,12 @@ class Availability:
 
 
 def ask_availability(
-    device_ids: Sequence[str], conditions: Json, call: CallDevice, *, clock: Callable[[], float] = time.monotonic
+    device_ids: Sequence[str],
+    conditions: Json,
+    call: CallDevice,
+    *,
+    asks_metered: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Availability:
     """Returns which boards would be free now for a run with these conditions.
 
@@ -77,10 +84,12 @@ def ask_availability(
         device_ids: of boards that know conditions of runs.
         conditions: as instructions have them.
         call: asks one device; may raise `EdgeflError`.
+        asks_metered: whether they are asked whether their connection is metered, too.
         clock: seconds, monotonic.
     """
-    until_s, unasked = clock() + ASKING_S, set(device_ids[MAX_ASKED:])
     allowances = dict[str, Allowance]()
+    until_s, unasked, metered = clock() + ASKING_S, set(device_ids[MAX_ASKED:]), set[str]()
+    question = {"conditions": conditions, **({METERED_KEY: True} if asks_metered else {})}
 
     def ask(device_id: str) -> Blocker | bool | None:
         """Returns what blocks a board, False for nothing, None without an answer."""
@@ -90,12 +99,14 @@ def ask_availability(
             return None
         try:
             timeout_s = min(ANSWER_S, left_s)
-            reply = call(device_id, CommandKind.CONDITIONS, {"conditions": conditions}, timeout_s=timeout_s)
+            reply = call(device_id, CommandKind.CONDITIONS, question, timeout_s=timeout_s)
         except EdgeflError as error:
             log.info("%s", error)
             return None
         if (allowance := parse_allowance(reply.get(ALLOWANCE_KEY))) is not None:
             allowances[device_id] = allowance
+        if reply.get(METERED_KEY) is True:
+            metered.add(device_id)
         return parse_blocker(reply["blocked"]) if "blocked" in reply else False
 
     asked = list(device_ids)[:MAX_ASKED]
@@ -107,6 +118,7 @@ def ask_availability(
         unknown=tuple(name for name, answer in answers.items() if answer is None and name not in unasked),
         unasked=tuple(name for name in device_ids if name in unasked),
         allowances=allowances,
+        metered=tuple(name for name in device_ids if name in metered),
     )
 
 

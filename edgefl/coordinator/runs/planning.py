@@ -30,9 +30,17 @@ from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.allowance import Allowance
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import COMPILED_KEY, CONDITIONS_KEY, EVALUATOR_NAME, MAX_PEER_BYTES, select_backend
+from edgefl.core.protocol import (
+    COMPILED_KEY,
+    CONDITIONS_KEY,
+    EVALUATOR_NAME,
+    MAX_PEER_BYTES,
+    METERED_KEY,
+    select_backend,
+)
 from edgefl.core.types import (
     DeviceInfo,
+    HealthMetrics,
     Json,
     ModelSpec,
     Role,
@@ -142,7 +150,8 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     reasons |= {
         name: "there is no such device in the fleet" for name in run.config.devices.names if name not in reasons
     }
-    availability = _ask_availability(run, [name for name, reason in reasons.items() if not reason], call)
+    candidates = [registry.get_device(name) for name, reason in reasons.items() if not reason]
+    availability = _ask_availability(run, [info for info in candidates if info is not None], call)
     reasons |= availability.blocked if availability is not None else {}
     benchmarks = _get_benchmark_speeds(registry, run.config) if run.encode_input is None else {}
     speeds = {**benchmarks, **get_seconds_per_iteration(store, run.config.run.task)}
@@ -156,7 +165,9 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     evaluators = [
         i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
     ]
-    view = FleetState(registry.health)
+    metered = () if availability is None else availability.metered
+    health = {name: replace(registry.health.get(name) or HealthMetrics(), is_metered=True) for name in metered}
+    view = FleetState({**registry.health, **health})
     for info in [*available.values(), *evaluators]:
         view.update_device(info.device_id, info)
     instructions = _schedule_first(run, view)
@@ -178,7 +189,7 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
             row["reason"] = _format_wait_reason(run.config, len(available), has_instructions=bool(instructions))
     blocks = {name: info.blocks.get(run.config.run.task, ()) for name, info in available.items()}
     totals = _compute_totals(run, rows, [info.device_id for info in evaluators], blocks)
-    if availability is not None:
+    if availability is not None and CONDITIONS_KEY in run.header:
         totals["warnings"] += availability.list_warnings()
         totals["conditions"] = availability.to_json()
     return {
@@ -211,14 +222,21 @@ def _find_shortages(
     return {name: format_unfit(blocker) for name, blocker in found.items() if blocker is not None}
 
 
-def _ask_availability(run: RunComponents, names: Sequence[str], call: CallDevice | None) -> Availability | None:
-    """Returns which devices would be free now by the run's conditions; None where it has none."""
-    conditions = run.header.get(CONDITIONS_KEY)
-    if conditions is None:
+def _ask_availability(
+    run: RunComponents, infos: Sequence[DeviceInfo], call: CallDevice | None
+) -> Availability | None:
+    """Returns which devices would be free now by the run's conditions, and which are metered where it goes by that.
+
+    None where it has neither.
+    """
+    asks_metered = METERED_KEY in run.header
+    if CONDITIONS_KEY not in run.header and not asks_metered:
         return None
+    # Older agents know no such question.
+    names = [info.device_id for info in infos if info.capabilities.get(CONDITIONS_KEY) is True]
     if call is None:
         return Availability(blocked={}, unknown=tuple(names))
-    return ask_availability(names, conditions, call)
+    return ask_availability(names, run.header.get(CONDITIONS_KEY, {}), call, asks_metered=asks_metered)
 
 
 def _get_benchmark_speeds(registry: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:

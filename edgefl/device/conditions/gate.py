@@ -163,19 +163,21 @@ class ConditionGate:
             self._reload()
             return self._find_owner_blocker()
 
-    def admit(self, run_id: str, conditions: object) -> None:
+    def admit(self, run_id: str, conditions: object, *, asks_metered: bool = False) -> None:
         """Makes a run the one whose conditions hold: in `work`, and in `find_run_blocker`.
 
         Args:
             run_id: of the run.
             conditions: as its instructions have them; None for none.
+            asks_metered: whether it goes by whether the connection is metered; see `read_metered`.
 
         Raises:
             ConditionsEndedError: they do not hold now, or make no sense here.
         """
         with self._lock:
             former = self._runs.get(run_id, AdmittedRun())
-            run = replace(AdmittedRun.parse(run_id, conditions), needs_base=former.needs_base)
+            run = AdmittedRun.parse(run_id, conditions)
+            run = replace(run, needs_base=former.needs_base, asks_metered=asks_metered)
             if run != former:
                 self._held.pop(run_id, None)
             self._run = self._runs[run_id] = run
@@ -185,6 +187,12 @@ class ConditionGate:
             blocker = self.find_run_blocker()
         if blocker is not None:
             raise ConditionsEndedError(blocker.reason, blocker)
+
+    def read_metered(self) -> bool | None:
+        """Returns whether the connection is metered; None where that is not known, or no admitted run asks."""
+        with self._lock:
+            is_asked = any(run.asks_metered for run in self._runs.values())
+            return self._facts.read_metered() if is_asked else None
 
     def complete_run(self, run_id: str) -> None:
         """Drops the conditions of a run that is over."""

@@ -19,7 +19,7 @@ from edgefl.core.conditions import (
     parse_run_conditions,
 )
 from edgefl.core.errors import ConfigError, NetworkError
-from edgefl.core.protocol import ALLOWANCE_KEY, Command, CommandReply
+from edgefl.core.protocol import ALLOWANCE_KEY, METERED_KEY, Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.device.conditions.facts import LOAD_INTERVAL_S, FactReader
@@ -43,12 +43,14 @@ class AdmittedRun:
         conditions: that must hold beside the owner's.
         fault: why they cannot be read here, which lets nothing be done for the run; else empty.
         needs_base: whether its base was not fetched over a metered connection.
+        asks_metered: whether it asks heartbeats to tell whether the connection is metered.
     """
 
     run_id: str = ""
     conditions: RunConditions = NO_RUN_CONDITIONS
     fault: str = ""
     needs_base: bool = False
+    asks_metered: bool = False
 
     @property
     def has_conditions(self) -> bool:
@@ -76,7 +78,8 @@ def publish_answer(
     """Answers a command `conditions` in a thread of its own: why this board would not be free for such a run now.
 
     Args:
-        command: its argument is an object with the conditions under `conditions`.
+        command: its argument is an object with the conditions under `conditions`, and `metered` where it is asked
+            whether the connection is metered.
         find_owner_blocker: returns why this board may not train at all.
         publish: sends the reply.
         facts: reads what conditions ask of the board.
@@ -86,14 +89,18 @@ def publish_answer(
     Returns:
         the thread, already started.
     """
+    reader = facts or FactReader()
 
     def send() -> None:
         try:
-            conditions = parse_run_conditions(_parse_question(command))
+            question = _parse_question(command)
+            conditions = parse_run_conditions(question["conditions"])
             blocker = find_owner_blocker()
             if blocker is None:
-                blocker = _find_blocker_now(conditions, facts or FactReader(), clock, sleep)
+                blocker = _find_blocker_now(conditions, reader, clock, sleep)
             content: Json = _find_hours(conditions, clock()) if blocker is None else {"blocked": blocker.to_json()}
+            if question.get(METERED_KEY) is True:
+                content[METERED_KEY] = reader.read_metered()
             reply = CommandReply(id=command.id, content=content)
         except (ConfigError, NetworkError) as error:
             reply = CommandReply(id=command.id, error=str(error))
@@ -105,14 +112,14 @@ def publish_answer(
     return thread
 
 
-def _parse_question(command: Command) -> object:
+def _parse_question(command: Command) -> Json:
     try:
         question = parse_json(command.argument or "")
     except ValueError:
         question = None
     if not isinstance(question, dict) or "conditions" not in question:
         raise NetworkError("the question makes no sense: its argument is no JSON object with conditions")
-    return question["conditions"]
+    return question
 
 
 def find_window(conditions: RunConditions, now_s: float) -> Window | None:

@@ -23,6 +23,7 @@ from edgefl.core.protocol import (
     HANDED_BACK_KEY,
     IGNORES_REPLY_KEY,
     INSTRUCTION_VERSION,
+    METERED_KEY,
     POLL_S,
 )
 from edgefl.core.types import Json, Role
@@ -269,7 +270,11 @@ class WorkLoop:
         """
         is_trainer = self._state.settings.role == Role.TRAINER
         try:
-            self._gate.admit(str(header.get("run")), header.get(CONDITIONS_KEY) if is_trainer else None)
+            self._gate.admit(
+                str(header.get("run")),
+                header.get(CONDITIONS_KEY) if is_trainer else None,
+                asks_metered=is_trainer and header.get(METERED_KEY) is True,
+            )
         except ConditionsEndedError as error:
             is_finished = self._get_cached_reply(str(header.get("assignment")), header) is not None
             if not is_finished or error.blocker.kind in {NETWORK, DOWNLOAD}:

@@ -361,6 +361,7 @@ class DeviceActivity:
     installation: Json | None = None
     blocked: Json | None = None
     allowance: Json | None = None
+    metered: bool | None = None
 
 
 class HeartbeatPublisher:

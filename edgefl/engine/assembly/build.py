@@ -19,12 +19,13 @@ from edgefl.core.clusters import CLUSTERS_KEY, is_stack, make_stack_shapes, make
 from edgefl.core.config import (
     RunConfig,
 )
-from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.errors import CodecError, ConfigError, TaskError
 from edgefl.core.protocol import (
     ADAPT_KEY,
     CONDITIONS_KEY,
     EXAMPLE_UNIT,
     INSTRUCTION_VERSION,
+    METERED_KEY,
     PERSONAL_KEY,
     PRIVACY_KEY,
     SECURE_KEY,
@@ -61,6 +62,7 @@ from edgefl.engine.assembly.job import build_job
 from edgefl.engine.assembly.privacy import check_private, check_secure
 from edgefl.engine.assembly.rules import (
     check_consistency,
+    check_metered_codec,
     check_selection,
     choose_evaluation,
     make_divergence_rule,
@@ -126,6 +128,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
         check_collective(config)
     strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
     check_selection(config, strategy)
+    check_metered_codec(config, strategy, up)
     with name_codec_errors("compression.up"):
         check_slices(config, strategy, trained)
     has_residuals = any(has_error_feedback(spec) for spec in ([up] if codecs is None else codecs.specs))
@@ -181,6 +184,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
         header={
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
+            **({METERED_KEY: True} if codecs is not None else {}),
             **({CLUSTERS_KEY: num_clusters} if num_clusters else {}),
             **_make_site_header(config),
             **({SLICES_KEY: True} if getattr(strategy, "sends_slices", False) else {}),
@@ -268,15 +272,21 @@ def _parse_downlink(config: RunConfig) -> tuple[bool, str]:
 
 
 def _make_uplink_codec(config: RunConfig, shapes: ModelSpec) -> tuple[str, CodecSelector | None]:
-    """Returns the uplink codec, and the codec selector where the run file says `auto`."""
-    up, layers = config.compression.up, config.compression.layers
+    """Returns the uplink codec, and the codec selector where the run file says `auto`, or `metered`."""
+    up, metered, layers = config.compression.up, config.compression.metered, config.compression.layers
     candidates = parse_auto_candidates(up)
+    if metered is not None:
+        with name_codec_errors("compression.metered"):
+            if parse_auto_candidates(metered) is not None:
+                raise CodecError(f"it must be one codec, got {metered!r}")
+            metered = format_with_layers(metered, layers)
+            make_codec(metered, shapes)
     if candidates is None:
         up = format_with_layers(up, layers)
         make_codec(up, shapes)
-        return up, None
+        return up, None if metered is None else make_codec_selector({up: 1}, metered)
     specs = [format_with_layers(spec, layers) for spec in candidates]
-    codecs = make_codec_selector({spec: compute_expected_bytes(spec, shapes) for spec in specs})
+    codecs = make_codec_selector({spec: compute_expected_bytes(spec, shapes) for spec in specs}, metered)
     return codecs.specs[0], codecs
 
 

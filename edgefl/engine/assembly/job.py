@@ -188,6 +188,11 @@ def _make_codec_line(config: RunConfig) -> str:
             "compression.down must be 'dense' for a Flower app, whose messages travel as it sends them, "
             f"got {section.down!r}"
         )
+    if section.metered is not None:
+        faults.messages.append(
+            "compression.metered must be left out for a Flower app, all of whose boards send by one codec, "
+            f"got {section.metered!r:.80}"
+        )
     if section.residuals != "periodic":
         faults.messages.append("compression.residuals means nothing for a Flower app; leave it out")
     with name_codec_errors("compression.up"):

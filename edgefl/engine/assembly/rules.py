@@ -222,6 +222,32 @@ def check_selection(config: RunConfig, strategy: Strategy[Any]) -> None:
         )
 
 
+def check_metered_codec(config: RunConfig, strategy: Strategy[Any], up: str) -> None:
+    """Checks that devices may send by different codecs where the run names one for metered connections.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    metered, inner = config.compression.metered, get_inner_strategy(strategy)
+    if metered is None:
+        return
+    reasons = {
+        "nodes of a graph need one codec for every edge": strategy.has_nodes,
+        "its bodies do not add up": config.aggregation.is_collective,
+        "only whole numbers of equal size add up under masks": config.secure_aggregation.enabled,
+        "it goes by what devices report, which has no noise": config.privacy.unit == "device",
+        "a network that is cut has one codec": config.split.after is not None,
+        "all copies of a block must be the same": isinstance(inner, RedundantShards),
+        "the strategy has a codec of its own": getattr(getattr(inner, "rules", None), "codec", None) != up,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"compression.metered must be left out with strategy {config.strategy.name}, got {metered!r:.80}: "
+                f"{reason}"
+            )
+
+
 def check_consistency(config: RunConfig, plan: object) -> None:
     """Checks that examples without a label are read where they are trained on, and trained on where they are read.
 

@@ -140,6 +140,24 @@ def test_a_dry_run_leaves_out_boards_whose_hours_or_budgets_hold_no_work(
     assert told["pi-1"]["reason"] == "its hours end in 1 min, and one work may take 2.08 min"
 
 
+def test_a_dry_run_says_which_codec_a_board_on_a_metered_connection_gets(
+    registry: DeviceRegistry, store: Store
+) -> None:
+    registry.record_capabilities("pi-2", Capabilities(facts={"conditions": True}, shards={"digits": 50}))
+    asked = []
+
+    def call(device_id: str, _kind: str, argument: Any, *, timeout_s: float | None = None) -> Json:
+        asked.append((device_id, argument, timeout_s))
+        return {"metered": True}
+
+    run = build_run(parse_run({"run": {"task": "digits"}, "compression": {"up": "fp16", "metered": "int8"}}), "plan")
+    told = plan_run(run, registry, store, call)
+    assert asked == [("pi-2", {"conditions": {}, "metered": True}, 5.0)]  # an older agent is not asked
+    assert {name: rows(told)[name]["codec"] for name in ("pi-1", "pi-2")} == {"pi-1": "fp16", "pi-2": "int8"}
+    assert rows(told)["pi-2"]["bytes_up"] < 0.6 * rows(told)["pi-1"]["bytes_up"]
+    assert "conditions" not in told
+
+
 def test_it_names_who_takes_part_and_why_others_do_not(registry: DeviceRegistry, store: Store) -> None:
     told = plan(registry, store)
     assert {name: row["reason"] for name, row in rows(told).items()} == {

@@ -198,6 +198,18 @@ def test_a_base_that_may_not_come_blocks_its_own_run_until_the_link_is_unmetered
     assert board.gate.find_run_blocker() is None
 
 
+def test_whether_the_connection_is_metered_is_told_while_a_run_asks(board):
+    plant(board.root, METERED)
+    assert board.gate.read_metered() is None
+    board.gate.admit("r-1", None, asks_metered=True)
+    board.gate.admit("r-2", None)
+    assert board.gate.read_metered() is True
+    plant(board.root, UNMETERED)
+    assert board.gate.read_metered() is False
+    board.gate.complete_run("r-1")
+    assert board.gate.read_metered() is None
+
+
 def test_a_base_is_not_fetched_beyond_the_hours(board):
     save_conditions(board.folder, NIGHT)
     board.gate.admit("r-1", None)

@@ -40,6 +40,15 @@ def test_a_board_says_what_would_block_it_by_its_own_sensors_and_clock(tmp_path)
     assert (blocked["kind"], blocked["free_at_s"]) == ("hours", NOON_S + 3600)
 
 
+@pytest.mark.parametrize(("interface", "is_metered"), [("wwan0", True), ("eth0", False), (None, None)])
+def test_a_board_says_whether_its_connection_is_metered_only_where_it_is_asked(tmp_path, interface, is_metered):
+    if interface:
+        route = f"Iface\tDestination\tGateway\n{interface}\t00000000\t0100A8C0\t3\t0\t0\t600\t00000000\n"
+        plant(tmp_path, {"proc/net/route": route})
+    assert ask(tmp_path, {"conditions": {}}) == {}
+    assert ask(tmp_path, {"conditions": {}, "metered": True}) == {"metered": is_metered}
+
+
 def test_what_its_owner_says_comes_first_and_names_no_run(tmp_path):
     pause = Blocker(kind="pause", reason="paused on the board")
     assert ask(tmp_path, {"conditions": {}}, owner=pause) == {"blocked": pause.to_json()}
