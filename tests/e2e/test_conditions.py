@@ -141,7 +141,11 @@ def test_a_base_waits_for_an_unmetered_link_and_blocks_its_run_alone(
     file.write_text('[conditions]\nunmetered = ["bases"]\n')
     state = ("--state", fleet.root / PAUSED)
     assert "may not" not in tools.typed("device", "set", "--conditions", file, *state).out
-    sections = {"devices": {"min": 1}, "adapt": {"method": "lora", "rank": 2, "base": "digits-base"}}
+    sections = {
+        "devices": {"min": 1},
+        "strategy": {"learning_rate": 0.001},
+        "adapt": {"method": "lora", "rank": 2, "base": "digits-base"},
+    }
     run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 10**5, "evaluate_on": "none"}, **sections}))
     waits = f"by run {run_id}: it waits with the base of the run, as its connection is metered"
     tools.eventually(lambda: get_blocked(fleet) == waits, what="its board says what it waits for")

@@ -13,6 +13,7 @@ from pathlib import Path
 from edgefl import __version__
 from edgefl.compression.codec import decode_body
 from edgefl.core.clusters import make_stack_shapes, parse_num_clusters
+from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import (
@@ -217,7 +218,7 @@ class ReadinessHandler:
                     (self._prepare if header["phase"] == ReadinessPhase.PREPARE else self._check_eligible)(
                         header, body
                     )
-        except ExtensionRefusedError:
+        except (ConditionsEndedError, ExtensionRefusedError):  # it is asked again once it is free
             raise
         except Exception as error:  # the boundary of one request: the board must survive for the next
             is_known = isinstance(error, EdgeflError)

@@ -11,6 +11,8 @@ from gated_jobs import Greeting
 
 from edgefl import __version__
 from edgefl.compression.codec import make_codec
+from edgefl.core.conditions import ConditionsEndedError
+from edgefl.core.config import AdaptSection
 from edgefl.core.errors import TaskError
 from edgefl.core.protocol import COMPILED_KEY, model_fingerprint
 from edgefl.core.types import BASE_SUFFIX, derive_rng
@@ -18,6 +20,7 @@ from edgefl.device.hardware import providers
 from edgefl.device.training.instruction import LEASE_S, FullModelRequiredError, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.system.processes import StoppedCallError
+from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.compiled.board import graph_task
 from edgefl.tasks.compiled.board.bound_graph import CPU
 from edgefl.tasks.compiled.plan import CompiledPlan
@@ -130,6 +133,16 @@ def test_a_device_that_cannot_says_why(trainer, changes, reason):
     header, _ = trainer.train(can(**changes), b"")
     assert header["ready"] is False
     assert reason in header["reason"]
+
+
+def test_a_question_whose_base_may_not_come_now_is_handed_back_so_that_it_is_asked_again(tmp_path, shards):
+    def refuse(_num_bytes):
+        raise ConditionsEndedError("its connection is metered")
+
+    trainer = make_trainer(tmp_path, shards, charge_traffic=refuse, get_source=lambda: None)
+    plan = AdaptPlan(AdaptSection(method="lora", rank=2), "a" * 64, 1000)
+    with pytest.raises(ConditionsEndedError):
+        trainer.train(can(adapt=plan.to_json()), b"")
 
 
 def test_a_shard_that_is_gone_is_found_out_before_the_run(trainer, shards):
