@@ -429,16 +429,30 @@ def shard() -> None:
 @shard.command()
 @click.argument("task")
 @click.argument("path")
+@click.option("--only", "is_only", is_flag=True, help="Take the shards of all other tasks away.")
 @state_option
 @allow_module_option
-def add(task: str, path: str, root: Path | None) -> None:
+def add(task: str, path: str, is_only: bool, root: Path | None) -> None:
     """Use PATH (a shard file, a folder, or what the task reads) for TASK."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
     state = DeviceStateDir.load(root)
     report = load_shard_report(task, str(Path(path).absolute()))
-    state.set_shard(task, report.path)
+    state.set_shard(task, report.path, is_only=is_only)
     _print_report(report)
+
+
+@shard.command()
+@click.argument("task")
+@state_option
+def remove(task: str, root: Path | None) -> None:
+    """Train TASK on this board no longer; the data stays where it is."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    state = DeviceStateDir.load(root)
+    path = _find_shard(state, task)
+    state.remove_shard(task)
+    echo(f"{state.device_id} trains {task} no longer; {path} stays")
 
 
 @shard.command()

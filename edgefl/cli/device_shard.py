@@ -26,7 +26,7 @@ from edgefl.cli.sources import (
     state_option,
     window_option,
 )
-from edgefl.core.errors import ConfigError, NetworkError, NotJoinedError, StoreBusyError, UsageError
+from edgefl.core.errors import ConfigError, NetworkError, NotJoinedError, StoreBusyError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.collect.forgetting import ForgetRequest
@@ -215,6 +215,7 @@ def label(  # noqa: PLR0913 the options of one command
     from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
     from edgefl.device.collect.label_server import Gate, make_pin, make_server_context  # noqa: PLC0415 likewise
     from edgefl.device.collect.uncertain_times import read_uncertain_times  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
 
     check_labels(labels)
     if uncertain and model is not None:
@@ -236,7 +237,11 @@ def label(  # noqa: PLR0913 the options of one command
         reason = error.strerror or error
         raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None
     print_address(server, pin, fingerprint)
-    server.run()
+    with contextlib.ExitStack() as shared:
+        if tls is not None:  # on loopback nobody else reaches it
+            with contextlib.suppress(NotJoinedError, ConfigError, StoreError):  # a person labels all the same
+                shared.enter_context(DeviceStateDir.load(root).share_label_page(server.url))
+        server.run()
 
 
 def _find_training(root: Path | None) -> TrainingControl | None:

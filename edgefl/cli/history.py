@@ -120,7 +120,8 @@ def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None
     if fmt == "json":
         print_json(diagnosis)
     else:
-        click.echo(format_value("", diagnosis["sentence"]))
+        longest = "" if round_number else f"The longest round of {diagnosis['run_name']}. "
+        click.echo(format_value("", longest + diagnosis["sentence"]))
 
 
 @command.command("advice")

@@ -138,6 +138,7 @@ EXAMPLES = {
     "device shard forget": "device shard forget series --since 2026-03-01T14:00 --until 2026-03-01T15:00",
     "device shard guess": "device shard guess pictures --model deployed",
     "device shard import": "device shard import pictures project-1.json --label robin --label wren",
+    "device shard remove": "device shard remove digits",
     "device shard show": "device shard show series",
     "device shard stats": "device shard stats series",
     "device start": "device start",

@@ -175,7 +175,7 @@ class EvaluatorSupervisor:
             self._is_reported = True
 
     def _join(self, output: BinaryIO) -> None:
-        """Joins the first time, afterwards only updates the paths of the shards.
+        """Joins the first time, afterwards only updates the shards, which are then those of this start alone.
 
         Raises:
             JoinError: a command failed.
@@ -185,6 +185,7 @@ class EvaluatorSupervisor:
         shards = [f"{task}={path}" for task, path in self._shards.items()]
         if token is None:
             commands = [["device", "shard", "add", *shard.split("=", 1), "--state", state] for shard in shards]
+            commands[0].append("--only")
         else:
             shard_options = [word for shard in shards for word in ("--shard", shard)]
             # In a file of this user's alone: arguments are visible to every user of the machine.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,8 @@ GROWTH_PERIOD_S = 24 * 3600.0
 MAX_EXAMPLES = 2**40
 TOTAL_ITERATIONS = "iterations_in_all"
 """Key in the `extra` of an autonomous node's update: its local iterations of the run."""
+_LABEL_PAGE = re.compile(r"https://(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}/")
+"""Of a board's own IP address: a name could be one that people trust."""
 _COUNTERS = ("message_bytes", "messages")
 _MAX_COUNTER = 2.0**53
 
@@ -367,6 +370,13 @@ def parse_drift(facts: Mapping[str, Any]) -> dict[str, DriftClaim]:
         if (claim := parse_drift_claim(value)) is not None
     }
     return dict(sorted(claims.items(), key=lambda item: (not item[1].is_large, -item[1].psi)))
+
+
+def parse_label_page(facts: Mapping[str, Any]) -> str | None:
+    """Returns the address of a device's label page, by its capabilities; None for what is no IP address and port."""
+    reported = facts.get("label_page")
+    is_right = isinstance(reported, str) and len(reported) <= MAX_NAME_CHARS and _LABEL_PAGE.fullmatch(reported)
+    return str(reported) if is_right else None
 
 
 def format_drift(claims: Mapping[str, DriftClaim]) -> str | None:

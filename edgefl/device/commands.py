@@ -100,7 +100,8 @@ class CapabilityReporter:
     def publish(self) -> None:
         """Publishes facts and example counts when shards were changed or added."""
         self._state.reload()
-        fingerprint = self._trainer.compute_shard_fingerprint(), self._step_rates.version
+        label_page = self._state.read_label_page()
+        fingerprint = self._trainer.compute_shard_fingerprint(), self._step_rates.version, label_page
         published = self._published
         if published is None or published[0] != fingerprint:
             facts = published[1] if published else probe()
@@ -125,6 +126,7 @@ class CapabilityReporter:
                 **({"blocks": blocks} if blocks else {}),
                 **({"drift": drift} if drift else {}),
                 **({"shard_errors": shard_errors} if shard_errors else {}),
+                **({"label_page": label_page} if label_page else {}),
             }
             self._publish(Capabilities(facts={**facts, **shard_facts, **device_facts}, shards=examples))
 

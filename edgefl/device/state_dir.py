@@ -26,6 +26,8 @@ from edgefl.device.hardware.board_reader import read_text
 from edgefl.system.atomic_files import (
     ChildPath,
     TlsFiles,
+    is_locked,
+    lock_file,
     make_private_directory,
     remove_temporary_files,
     write_atomic,
@@ -159,9 +161,15 @@ class DeviceStateDir:
         if self.settings != on_disk:
             write_atomic(self.root / "device.json", _encode_settings(self.settings))
 
-    def set_shard(self, task: str, path: str) -> None:
-        """Sets the path of the data for `task`."""
-        self.update(shards={**DeviceStateDir.load(self.root).settings.shards, task: path})
+    def set_shard(self, task: str, path: str, *, is_only: bool = False) -> None:
+        """Sets the path of the data for `task`, and with `is_only` forgets those for all others."""
+        others = {} if is_only else DeviceStateDir.load(self.root).settings.shards
+        self.update(shards={**others, task: path})
+
+    def remove_shard(self, task: str) -> None:
+        """Forgets the path of the data for `task`; the data stays."""
+        shards = DeviceStateDir.load(self.root).settings.shards
+        self.update(shards={name: path for name, path in shards.items() if name != task})
 
     def save_certificate(self, *, key_pem: bytes, cert_pem: bytes) -> None:
         """Replaces certificate and key atomically."""
@@ -182,6 +190,26 @@ class DeviceStateDir:
             log.warning("%s is damaged; sessions go on at %d", path, former_no + 1)
         write_atomic(path, b"%d\n" % (former_no + 1))
         return former_no + 1
+
+    @contextlib.contextmanager
+    def share_label_page(self, url: str) -> Iterator[None]:
+        """Has the agent report the address of a label page while the block and its process last.
+
+        Raises:
+            StoreError: it cannot be written, or another page's is reported.
+        """
+        with lock_file(self.root / "label-page.lock", "another label page of this board is reported"):
+            write_atomic(self.root / "label-page", url.encode())
+            try:
+                yield
+            finally:
+                (self.root / "label-page").unlink(missing_ok=True)
+
+    def read_label_page(self) -> str | None:
+        """Returns the address of the label page that is served now; None where there is none."""
+        if not is_locked(self.root / "label-page.lock"):
+            return None
+        return read_text(self.root / "label-page")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

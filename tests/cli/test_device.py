@@ -185,9 +185,15 @@ def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path)
     checked = run("device", "shard", "check", "digits", *state)
     assert (checked.code, "missing: 3, 4, 5, 6, 7, 8, 9" in checked.out) == (0, True)
     assert run("device", "shard", "check", "mnist", *state).code == 40
+    assert run("device", "shard", "remove", "mnist", *state).code == 40
     (tmp_path / "rows.csv").write_text("a,b\n1,x\n3,y\n")
     added = run("device", "shard", "add", "table", tmp_path / "rows.csv", *state).out
     assert added.splitlines()[1:] == ["  a: mean 2, deviation 1", "  b: texts"], added
+    assert run("device", "shard", "remove", "digits", *state).out == f"pi-1 trains digits no longer; {shard} stays\n"
+    assert shard.exists()
+    assert [*DeviceStateDir.load(tmp_path / "d").settings.shards] == ["table"]
+    run("device", "shard", "add", "digits", shard, "--only", *state)
+    assert [*DeviceStateDir.load(tmp_path / "d").settings.shards] == ["digits"]
 
 
 JOINS = {

@@ -262,7 +262,7 @@ def test_why_is_a_sentence_or_facts(ask):
     assert sentence.startswith(("Round 1 took 2.0 s", "Round 1 waited"))
     told = json.loads(ask("why", "latest", "1", "--format", "json").out)
     assert (told["v"], told["run_id"], told["round"], told["sentence"]) == (1, "run-2", 1, sentence.rstrip("\n"))
-    assert ask("why", "run-2").out == sentence, "of the round that took longest"
+    assert ask("why", "run-2").out == f"The longest round of {told['run_name']}. {sentence}"
 
 
 def test_export_writes_a_folder_and_says_how_many_runs(ask, directory):

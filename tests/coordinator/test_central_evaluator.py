@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,12 +42,19 @@ class Child:
 class Site:
     """A process whose commands come to the ends that are given; the last of them lasts."""
 
-    def __init__(self, root: Path, *codes: int, token: Callable[[], str | None], is_busy: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *codes: int,
+        token: Callable[[], str | None],
+        is_busy: int = 0,
+        tasks: Sequence[str] = ("digits",),
+    ) -> None:
         self.codes, self.commands, self.told = list(codes), list[list[str]](), list[str]()
         self.times_s, self.num_busy = list[float](), is_busy
         self.process = EvaluatorSupervisor(
             state_dir=root / "evaluator",
-            shards={"digits": root},
+            shards=dict.fromkeys(tasks, root),
             address="127.0.0.1:1",
             get_token=token,
             log_file=root / "log",
@@ -90,6 +97,13 @@ def test_an_evaluator_that_cannot_start_is_tried_again_with_a_growing_pause_and_
     first_s, second_s = site.times_s[1] - site.times_s[0], site.times_s[2] - site.times_s[1]
     assert first_s >= 0.05
     assert second_s >= 0.1
+
+
+def test_an_evaluator_keeps_no_shard_of_an_earlier_start(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0, 0, token=lambda: None, tasks=("digits", "mnist"))
+    site.until_it_runs()
+    added = [command[3:] for command in site.commands if command[:3] == ["device", "shard", "add"]]
+    assert [(command[0], "--only" in command) for command in added] == [("digits", True), ("mnist", False)]
 
 
 def test_an_evaluator_whose_trouble_cannot_be_written_down_tells_it_at_the_next_try(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from edgefl.core.claims import (
     compute_weight_limit,
     format_drift,
     parse_drift,
+    parse_label_page,
 )
 from edgefl.core.types import (
     EPSILON,
@@ -204,6 +205,24 @@ def test_of_drifts_the_largest_comes_first_and_is_large_above_a_quarter():
         "large: psi 0.5 of a, 100 examples against 200; small: psi 0.25 of a, 100 examples against 200"
     )
     assert format_drift(parse_drift({})) is None
+
+
+@pytest.mark.parametrize(
+    ("reported", "is_right"),
+    [
+        ("https://192.0.2.7:8443/", True),
+        ("https://[2001:db8::7]:8443/", True),
+        ("https://bank.example:443/", False),
+        ("http://192.0.2.7:8443/", False),
+        ("javascript:alert(1)", False),
+        ("https://192.0.2.7:8443/x\nhttps://", False),
+        ("https://[" + 90 * ":" + "]:1/", False),
+        (["https://192.0.2.7:8443/"], False),
+    ],
+)
+def test_a_label_page_is_an_ip_address_and_a_port_and_nothing_else(reported, is_right):
+    assert parse_label_page({"label_page": reported}) == (reported if is_right else None)
+    assert parse_label_page({}) is None
 
 
 def test_a_drift_of_all_columns_is_large_where_no_column_is_unless_chance_makes_it():

@@ -160,6 +160,9 @@ def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotte
     site.speed = {"steps_per_s": {"digits": 812.0}}
     site.speeds.version += 1
     tells(steps_per_s={"digits": 812.0})
+    with DeviceStateDir.load(state.root).share_label_page("https://192.0.2.7:8443/"):
+        tells(label_page="https://192.0.2.7:8443/")
+    tells(label_page=None)
     site.report.invalidate()
     tells()
 

@@ -142,6 +142,30 @@ def test_only_one_agent_runs_on_a_directory(state):
         assert not left.exists(), "an agent begins without what a power cut left half written"
 
 
+def test_a_label_page_is_reported_while_its_process_lasts_and_no_second_one_beside_it(state):
+    code = (
+        "import sys, pathlib\nfrom edgefl.device.state_dir import DeviceStateDir\n"
+        "with DeviceStateDir.load(pathlib.Path(sys.argv[1])).share_label_page('https://192.0.2.7:8443/'):\n"
+        "    print('shared', flush=True)\n    sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(state.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == "shared\n"
+        assert state.read_label_page() == "https://192.0.2.7:8443/"
+        with pytest.raises(StoreError, match="another label page"), state.share_label_page("https://192.0.2.7:1/"):
+            pass
+        child.kill()
+    assert (state.root / "label-page").exists(), "it was killed"
+    assert state.read_label_page() is None
+    with state.share_label_page("https://192.0.2.7:2/"):
+        assert state.read_label_page() == "https://192.0.2.7:2/"
+    assert state.read_label_page() is None
+
+
 def test_the_default_place_follows_the_user_s_data_directory(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert get_default_state_dir() == Path("/data/edgefl/device")

@@ -13,7 +13,7 @@ from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signa
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
 from edgefl.coordinator.runs.stalls import COMPILING, PAUSED, WAITING, IdleRuns
-from edgefl.core.claims import format_drift, parse_drift
+from edgefl.core.claims import format_drift, parse_drift, parse_label_page
 from edgefl.core.conditions import format_blocker
 from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
@@ -179,6 +179,7 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
         "problem": find_problem(info),
         "drift": format_drift(drift),
         "drifted": any(claim.is_large for claim in drift.values()),
+        "label_page": parse_label_page(info.capabilities) if state in PRESENT_STATES else None,
         "role": str(info.role),
         "groups": list(info.groups),
         "tasks": list(info.tasks),

@@ -314,6 +314,21 @@ def test_what_needs_attention_is_told_the_worst_first_and_no_more_than_a_page_ca
     assert rows[-1] == {"level": "warn", "text": f"{61 - MAX_ATTENTION + 1} more"}
 
 
+def test_a_label_page_is_linked_while_its_board_is_there_and_no_other_address_is(site: Site) -> None:
+    for name, address in (
+        ("d", "https://192.0.2.7:8443/"),
+        ("e", "https://bank.example:443/"),
+        ("f", "https://192.0.2.8:1/"),
+    ):
+        site.registry.add(
+            name, node_id=ord(name), role="trainer", groups=(), examples={}, facts={"label_page": address}
+        )
+    for name in ("d", "e"):
+        site.beat(name)
+    linked = [(make_device_row(site.registry, name) or {}).get("label_page") for name in ("d", "e", "f")]
+    assert linked == ["https://192.0.2.7:8443/", None, None]
+
+
 def test_a_board_whose_data_has_drifted_needs_attention_and_a_small_drift_is_only_shown(site: Site) -> None:
     for name, psi in (("a", 0.1), ("b", 0.3)):
         claim = {"column": "heat", "psi": psi, "ks": None, "num_reference": 9, "num_newer": 8}
