@@ -86,6 +86,9 @@ RESPONSE_BOUNDS, MIN_EXCUSE = ((2.0, -1.0), (1.0, -1.75)), -0.5
 """In standard deviations of a sum of random cosines: a device is refused from a first one on if three quarters of the
 others are below the one beside it; below the last it is not called opposed, unless it is long. In 240 runs without an
 attack honest devices were at most at 1.7 and 0.6; one of a changed sign passed the first after 9 to 43 versions."""
+NUM_CALIBRATED = 10
+"""Devices of those runs. Of more, chance alone has one at a higher score, since the expected maximum of n deviations
+is about √(2 ln n): the bounds rise by as much."""
 MIN_DOUBT = 1.0
 """From this on a device's refusals are not forgotten, though the next update is let in."""
 MIN_SPARSE_GAP = 3.75
@@ -317,7 +320,8 @@ class UpdateGuard:
             return None
         usual = scores[math.ceil(0.75 * len(scores)) - 1]
         bounds = ((usual + MIN_SPARSE_GAP, -1.0),) if self._has_sparse_updates() else RESPONSE_BOUNDS
-        if not any(score >= least and usual <= most for least, most in bounds):
+        chance = compute_chance_margin(1 + len(scores))
+        if not any(score >= least + chance and usual <= most for least, most in bounds):
             return None
         return (
             f"its updates go along with what the others did to the model ({score:+.1f} deviations), where those of "
@@ -697,6 +701,11 @@ def compute_outlier_ratio(values: Array, least: float) -> float:
         return least
     spread = float(np.median(np.abs(logs - np.median(logs))))
     return min(max(least, math.exp(_DEVIATIONS * spread)), least**2)
+
+
+def compute_chance_margin(num_devices: int) -> float:
+    """Returns how much larger the largest of so many deviations is expected to be than that of `NUM_CALIBRATED`."""
+    return math.sqrt(2 * math.log(max(num_devices, NUM_CALIBRATED))) - math.sqrt(2 * math.log(NUM_CALIBRATED))
 
 
 def compute_most_norm(norms: Array, ratio: float) -> float:

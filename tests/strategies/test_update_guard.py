@@ -346,6 +346,20 @@ def test_a_device_of_other_data_that_descends_is_neither_clipped_nor_refused():
     assert not guard.state.refusals
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "score", "is_refused"),
+    [(10, 1.1, True), (10, 0.9, False), (50, 1.36, False), (50, 1.7, True), (200, 1.9, False), (200, 2.2, True)],
+)
+def test_among_many_devices_one_is_not_refused_for_a_score_that_chance_alone_gives(num_devices, score, is_refused):
+    guard = make_guard()
+    scores = {f"pi-{number}": -2.4 for number in range(2, num_devices + 1)} | {"pi-1": score}
+    guard.state.trust = {
+        name: DeviceTrust(response=value, response_square=1.0, num_responses=30, num_versions=31)
+        for name, value in scores.items()
+    }
+    assert (guard.rejection_reason(update([0.1, 0.1, 0.1], version=31)) is not None) == is_refused
+
+
 def test_an_opposed_device_is_excused_for_pulling_back_until_it_is_long():
     guard, around, num_excused = make_guard(), [(3, 1, 0), (3, -1, 0), (3, 0, 1), (3, 0, -1)], 0
     for version in range(40):
