@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -87,8 +88,8 @@ RESPONSE_BOUNDS, MIN_EXCUSE = ((2.0, -1.0), (1.0, -1.75)), -0.5
 others are below the one beside it; below the last it is not called opposed, unless it is long. In 240 runs without an
 attack honest devices were at most at 1.7 and 0.6; one of a changed sign passed the first after 9 to 43 versions."""
 NUM_CALIBRATED = 10
-"""Devices of those runs. Of more, chance alone has one at a higher score, since the expected maximum of n deviations
-is about √(2 ln n): the bounds rise by as much."""
+"""Devices of those runs. Of more, chance alone has one at a higher score: the bounds rise so that one of all passes
+them with the same probability."""
 MIN_DOUBT = 1.0
 """From this on a device's refusals are not forgotten, though the next update is let in."""
 MIN_SPARSE_GAP = 3.75
@@ -98,6 +99,7 @@ devices were at most 3.4 above, those of a changed sign were it after 14 to 32 v
 MAX_EXCUSED_RATIO = 2.0
 """Of the others' median norm: an opposed update that grows moves against their way as well as one that pulls back."""
 DRIFT_RATIO, DRIFT_DECAY, MIN_DRIFT_VERSIONS = 3.0, 0.98, 10
+_NORMAL, MAX_QUANTILE = NormalDist(), 1 - 1e-15
 _DEVIATIONS = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
 
@@ -320,8 +322,8 @@ class UpdateGuard:
             return None
         usual = scores[math.ceil(0.75 * len(scores)) - 1]
         bounds = ((usual + MIN_SPARSE_GAP, -1.0),) if self._has_sparse_updates() else RESPONSE_BOUNDS
-        chance = compute_chance_margin(1 + len(scores))
-        if not any(score >= least + chance and usual <= most for least, most in bounds):
+        num_devices = 1 + len(scores)
+        if not any(score >= raise_bound(least, num_devices) and usual <= most for least, most in bounds):
             return None
         return (
             f"its updates go along with what the others did to the model ({score:+.1f} deviations), where those of "
@@ -703,9 +705,10 @@ def compute_outlier_ratio(values: Array, least: float) -> float:
     return min(max(least, math.exp(_DEVIATIONS * spread)), least**2)
 
 
-def compute_chance_margin(num_devices: int) -> float:
-    """Returns how much larger the largest of so many deviations is expected to be than that of `NUM_CALIBRATED`."""
-    return math.sqrt(2 * math.log(max(num_devices, NUM_CALIBRATED))) - math.sqrt(2 * math.log(NUM_CALIBRATED))
+def raise_bound(bound: float, num_devices: int) -> float:
+    """Returns what one of so many normal deviations passes as seldom as one of `NUM_CALIBRATED` passes `bound`."""
+    below = _NORMAL.cdf(bound) ** (NUM_CALIBRATED / max(num_devices, NUM_CALIBRATED))
+    return max(bound, _NORMAL.inv_cdf(min(below, MAX_QUANTILE)))
 
 
 def compute_most_norm(norms: Array, ratio: float) -> float:

@@ -348,7 +348,7 @@ def test_a_device_of_other_data_that_descends_is_neither_clipped_nor_refused():
 
 @pytest.mark.parametrize(
     ("num_devices", "score", "is_refused"),
-    [(10, 1.1, True), (10, 0.9, False), (50, 1.36, False), (50, 1.7, True), (200, 1.9, False), (200, 2.2, True)],
+    [(10, 1.1, True), (10, 0.9, False), (50, 1.7, False), (50, 1.9, True), (200, 2.3, False), (200, 2.5, True)],
 )
 def test_among_many_devices_one_is_not_refused_for_a_score_that_chance_alone_gives(num_devices, score, is_refused):
     guard = make_guard()
