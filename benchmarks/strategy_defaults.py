@@ -11,12 +11,14 @@ counts as that part of one. A run whose iterations are not these, because boards
 turns, is repeated with another length. `local` trains one board as often as
 `fedavg` trains each, and is only for comparison.
 
-Every cell is a JSON file in the `--out` folder, and those that are there are not run again; with `--known` no others
-are either. The table has the accuracy on the coordinator's test data less that of `fedavg`, in points, the mean over
-the seeds, whose number follows in brackets. It is the mean of the last three tenths of a run's evaluations: single
-ones of three boards fall by ten points at times. MNIST and MotionSense need `--data DIR` or EDGEFL_DATA, with a
-folder of each. With `--examples N` the boards share N of the training examples, and the coordinator tests on as many
-of the test data at most; both are drawn with the seed before the cut, the same for every strategy.
+Every cell is a line of the `--out` file, written when it is done, and those that are there are not run again; with
+`--known` no others are either. `benchmarks/harness/strategy_defaults.jsonl` has those that were run since
+2026-11-30; one whose defaults have changed since has to be taken out by hand. The table has the accuracy on the
+coordinator's test data less that of `fedavg`, in points, the mean over the seeds, whose number follows in brackets.
+It is the mean of the last three tenths of a run's evaluations: single ones of three boards fall by ten points at
+times. MNIST and MotionSense need `--data DIR` or EDGEFL_DATA, with a folder of each. With `--examples N` the boards
+share N of the training examples, and the coordinator tests on as many of the test data at most; both are drawn with
+the seed before the cut, the same for every strategy.
 """
 
 from __future__ import annotations
@@ -250,13 +252,9 @@ def make_strategy(cell: Cell) -> Any:
 
 
 def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
-    """Runs the cells, `--jobs` at a time; those that are in the `--out` folder already are read from there."""
-    known: dict[Cell, Outcome] = {}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for cell in cells:
-        kept = args.out / f"{cell.name}.json"
-        if kept.exists():
-            known[cell] = Outcome(**json.loads(kept.read_text()))
+    """Runs the cells, `--jobs` at a time; those that are in the `--out` file already are read from there."""
+    outcomes = read_outcomes(args.out)
+    known = {cell: outcomes[cell] for cell in cells if cell in outcomes}
     if args.known:
         return known
     setup = Setup(data=args.data, accelerator=args.accelerator)
@@ -270,7 +268,8 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
             for number, future in enumerate(as_completed(running), 1):
                 cell, outcome = running[future], future.result()
                 known[cell] = outcome
-                (args.out / f"{cell.name}.json").write_text(json.dumps(asdict(outcome)))
+                with args.out.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
                 told = outcome.error or f"{outcome.accuracy:.4f}, {outcome.iterations} iterations"
                 print(
                     f"[{number}/{len(missing)}] {cell.name}: {told} ({outcome.wall_s:.0f} s)",
@@ -278,6 +277,16 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
                     flush=True,
                 )
     return known
+
+
+def read_outcomes(path: Path) -> dict[Cell, Outcome]:
+    """Returns the outcomes of a file by cell, the newest of each, and takes a last line that was cut short off it."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    outcomes = [Outcome(**json.loads(line)) for line in whole.splitlines()]
+    return {Cell(**outcome.cell): outcome for outcome in outcomes}
 
 
 def baseline_of(cell: Cell) -> Cell:
@@ -366,10 +375,10 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=names, default=names)
     parser.add_argument("--examples", type=int, help="of the training data, of all boards together [all]")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of fedavg")
-    parser.add_argument("--known", action="store_true", help="run nothing: the table of what the folder has")
+    parser.add_argument("--known", action="store_true", help="run nothing: the table of what the file has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--accelerator", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--out", type=Path, default=Path("strategy-defaults"))
+    parser.add_argument("--out", type=Path, default=Path("strategy-defaults.jsonl"))
     parser.add_argument("--json", action="store_true", help="all outcomes, in place of the table")
     args = options.parse(
         parser, rounds=2, devices=[3], seeds=[7], partitions=["iid"], strategies=["asgd", "fedbuff", "dsgd"]

@@ -6,7 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -33,7 +33,13 @@ four."""
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_strategies_named_alone_come_within_two_points_of_fedavg_at_equal_work(setting, tmp_path):
     devices, partition, seeds, strategies = SETTINGS[setting]
-    program = [sys.executable, str(ROOT / "benchmarks" / "strategy_defaults.py"), "--out", str(tmp_path), "--json"]
+    program = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "strategy_defaults.py"),
+        "--out",
+        str(tmp_path / "cells.jsonl"),
+        "--json",
+    ]
     options = ["--devices", str(devices), "--partitions", partition, "--seeds", *map(str, seeds), "--jobs", "1"]
     done = subprocess.run(
         [*program, *options, "--strategies", *strategies],
@@ -75,3 +81,26 @@ def test_a_part_of_a_data_set_is_the_same_for_every_strategy_and_redundant_has_i
 
 def test_a_part_of_no_examples_is_refused(refused):
     assert refused("strategy_defaults.py", "--examples", "0").endswith("--examples must be at least 1, got 0")
+
+
+def test_a_file_of_cells_goes_on_after_a_kill_and_the_newest_of_a_cell_counts(harness, tmp_path):
+    harness("options")  # so that the program finds it
+    program = runpy.run_path(str(ROOT / "benchmarks" / "strategy_defaults.py"), run_name="strategy_defaults")
+    cell = program["Cell"](data_set="digits", partition="iid", devices=3, seed=7, strategy="asgd", rounds=10)
+    lines = [
+        json.dumps(
+            {
+                "cell": asdict(cell),
+                "accuracy": accuracy,
+                "last_accuracy": 0.5,
+                "iterations": 9,
+                "wall_s": 1.0,
+                "said": [],
+            }
+        )
+        for accuracy in (0.5, 0.6)
+    ]
+    (tmp_path / "cells").write_text("\n".join([*lines, lines[0][:40]]))
+    assert {key: found.accuracy for key, found in program["read_outcomes"](tmp_path / "cells").items()} == {cell: 0.6}
+    assert (tmp_path / "cells").read_text() == "\n".join(lines) + "\n"
+    assert program["read_outcomes"](tmp_path / "none") == {}

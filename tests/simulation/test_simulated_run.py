@@ -13,6 +13,7 @@ import edgefl
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import partition_devices
 from edgefl.simulation.simulated_run import make_reference, read_scales
 from edgefl.storage.checkpoints import load_model_file
@@ -603,3 +604,27 @@ def test_wrong_settings_of_a_run_are_refused_before_its_scales_are_asked_for(hou
     with pytest.raises(ConfigError, match=line):
         edgefl.simulate(tables, devices=houses, root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fednova", "fedbuff", "asgd"])
+def test_a_rate_twenty_times_too_high_is_said_within_ten_rounds_and_what_is_advised_trains(name, tmp_path):
+    """With the task's own model; an update of `asgd` is one gradient, so its runs are longer."""
+    usual = build_run(parse_run({"run": {"task": "digits", "rounds": 1}, "strategy": {"name": name}}), "x")
+    high = 20 * usual.strategy.plan.learning_rate
+
+    def run(folder, rate, rounds):
+        tables = {"run": {"task": "digits", "rounds": rounds, "seed": 7, "evaluate_on": "coordinator"}}
+        tables |= {"strategy": {"name": name, "learning_rate": rate}, "simulation": {"workers": 0}}
+        result = edgefl.simulate(tables, devices=3, scheme="dirichlet:0.5", root=tmp_path / folder)
+        with Store.open(tmp_path / folder / "edgefl.db") as store:
+            events = read_history(store, "events", run=result.run_id)
+        return result, [event["message"] for event in events if event["kind"] == "run-diverging"]
+
+    said = run("high", high, 10)[1]
+    advised = re.search(r"^round (\d+): .* is too high: start again with ([\d.]+)", said[0])
+    assert advised is not None, said
+    assert int(advised[1]) <= 10
+    result, said = run("advised", float(advised[2]), 300 if name == "asgd" else 20)
+    assert said == []
+    assert max(row["accuracy"] for row in result.rounds[-5:]) > 0.85
