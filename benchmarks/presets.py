@@ -52,6 +52,13 @@ class Start:
 SMALL = {"task": {"model": "lenet"}}
 ISVR = {"points": 8, "point": ("rounds", 1), "preset": "paper"}
 UNREADABLE = "no figure could be read"
+ATOMO = {
+    "strategy": "ssgd",
+    "preset": "atomo",
+    "points": 5,
+    "point": ("rounds", 100),
+    "published": UNREADABLE,
+}
 STARTS = {
     "adacomp": Start(strategy="adacomp", preset="paper", points=8, point=("updates", 500), published=UNREADABLE),
     "adacomp, first weights of torch": Start(
@@ -73,9 +80,10 @@ STARTS = {
         published="of ResNet-18, 80 after 8 to 9 minutes",
         changes=SMALL,
     ),
-    "atomo": Start(
-        strategy="ssgd", preset="atomo", points=5, point=("rounds", 10), published=UNREADABLE, changes=SMALL
-    ),
+    "atomo": Start(**ATOMO, changes=SMALL),
+    "atomo, its shrinking rate": Start(**ATOMO, changes={**SMALL, "strategy": {"schedule": "step:50:0.95"}}),
+    "atomo, dense": Start(**ATOMO, changes={**SMALL, "compression": {"up": "dense"}}),
+    "atomo, ten times the rate": Start(**ATOMO, changes={**SMALL, "strategy": {"learning_rate": 0.1}}),
     "parallel-sgd": Start(
         strategy="ssgd",
         preset="parallel-sgd",
@@ -119,7 +127,7 @@ def run(start: Start, points: int, data: Path) -> list[str]:
     tables = {
         **start.changes,
         "run": {**schedule[unit], "evaluate_on": "coordinator"},
-        "strategy": {"name": start.strategy, "preset": start.preset},
+        "strategy": {"name": start.strategy, "preset": start.preset, **start.changes.get("strategy", {})},
         "simulation": {"workers": 0, **start.changes.get("simulation", {})},
     }
     with tempfile.TemporaryDirectory() as folder:

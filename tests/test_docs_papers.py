@@ -217,8 +217,8 @@ def test_what_needs_boards_is_tested_with_them():
 def history(tmp_path_factory):
     """A folder with a run of each name that the pages draw."""
     root = tmp_path_factory.mktemp("history")
-    for name in ("dsgd", "ssgd", "esync", "pdmm"):
-        strategy = {"name": "pdmm-isvr" if name == "pdmm" else name}
+    for name in ("dsgd", "ssgd", "esync", "pdmm", "esync-reference", "pdmm-reference"):
+        strategy = {"name": "local" if name.endswith("reference") else {"pdmm": "pdmm-isvr"}.get(name, name)}
         tables = {"run": {"task": "digits", "name": name, "rounds": 1}, "strategy": strategy}
         edgefl.simulate(tables, devices=3, root=root)
     return root

@@ -32,6 +32,8 @@ class Cell:
         codec: along edges; empty for none.
         lost: fraction of the messages that never arrive.
         points: of the curve.
+        task: whose images the nodes have, one of ten classes.
+        num_tests: test images that accuracies are of, the first ones; None for all.
     """
 
     method: str
@@ -51,6 +53,8 @@ class Cell:
     lost: float = 0.0
     points: int = 24
     k_eta: float | None = None
+    task: str = "fashion-mnist"
+    num_tests: int | None = None
 
     def plan(self, done: int, iterations: int) -> TrainConfig:
         """Returns what to do in a burst after so many iterations, at the learning rate of its first one."""
@@ -74,7 +78,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a cell gave: accuracies on all test images.
+    """What a cell gave: accuracies on the test images.
 
     Attributes:
         average: of the mean of the nodes' models.
@@ -104,7 +108,11 @@ def of_average(outcome: Outcome) -> float:
     return outcome.average
 
 
-SCORES = {"nodes": of_nodes, "average": of_average}
+def of_worst(outcome: Outcome) -> float:
+    return min(outcome.nodes)
+
+
+SCORES = {"nodes": of_nodes, "average": of_average, "worst": of_worst}
 
 
 def interval(values: Sequence[float]) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgefl.core.errors import EdgeflError
 from edgefl.core.types import Array, Dataset, Learner, Task, derive_rng
-from edgefl.tasks.datasets.array_files import read_image_set
+from edgefl.tasks.datasets.central import CentralData, load_central_data
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 from harness.isvr_cell import ONE_NODE, Cell, Outcome
@@ -23,20 +23,21 @@ from harness.isvr_network import Network, never, no_time
 def run_cell(cell: Cell, data: Path) -> Outcome:
     """Runs one cell; where numbers overflow the run has diverged, and the outcome says so."""
     began = time.perf_counter()
-    images, tests = _images(data / "fashion-mnist")
-    task = make_task("fashion-mnist", {"model": cell.model})
+    images = _load_images(cell.task, data / cell.task)
+    tests = images.test.take(np.arange(cell.num_tests or len(images.test)))
+    task = make_task(cell.task, {"model": cell.model})
     learner = task.learner(threads=1)
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            found = _run(cell, task, learner, images, tests)
+            found = _run(cell, task, learner, images.train, tests)
     except EdgeflError as error:
         found = {"failure": str(error)[:200]}
     return Outcome(cell=asdict(cell), **found, wall_s=round(time.perf_counter() - began, 1))
 
 
 @functools.cache
-def _images(folder: Path) -> tuple[Dataset, Dataset]:
-    return read_image_set(folder, "fashion-mnist", "train"), read_image_set(folder, "fashion-mnist", "t10k")
+def _load_images(task: str, folder: Path) -> CentralData:
+    return load_central_data(task, folder)
 
 
 def _run(cell: Cell, task: Task, learner: Learner, images: Dataset, tests: Dataset) -> dict[str, Any]:

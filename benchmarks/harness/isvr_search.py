@@ -78,7 +78,10 @@ def _at_rate_of(cell: Cell, other: Cell) -> Cell:
 
 def _line(outcome: Outcome) -> str:
     cell = Cell(**outcome.cell)
-    named = f"{cell.method} K={cell.period} {cell.exchange}, {cell.iterations} iterations, {cell.graph}, {cell.model}"
+    named = (
+        f"{cell.method} K={cell.period} {cell.exchange}, {cell.iterations} iterations, {cell.graph}, "
+        f"{cell.task} {cell.cut}, {cell.model}"
+    )
     extra = (
         f" K_eta {cell.k_eta}" * (cell.k_eta is not None)
         + f" {cell.codec}" * bool(cell.codec)

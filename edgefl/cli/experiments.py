@@ -239,7 +239,7 @@ def _format_reference(result: RunResult, alone: RunResult) -> str:
     return (
         f"the fleet: {format_quality(result.metrics) or 'no evaluation'}\n"
         f"{title}: {format_quality(alone.metrics) or 'no evaluation'}\n"
-        f"both: edgefl history plot {quantity} --dir {alone.root} --run {result.run_id} --run {alone.run_id}"
+        f"both: edgefl history plot {quantity} --dir {alone.root} --run {result.run_id} --reference {alone.run_id}"
     )
 
 

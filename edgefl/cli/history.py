@@ -186,6 +186,13 @@ def export(
 @click.option(
     "--spread", is_flag=True, help="Runs that differ in their seed alone as one curve, their mean, and a band."
 )
+@click.option(
+    "--reference",
+    "references",
+    multiple=True,
+    metavar="RUN",
+    help="A run whose newest value alone is drawn, as a dotted line, such as one of `simulate --reference`.",
+)
 @source_options
 def plot(  # noqa: PLR0913 the options of one command
     *,
@@ -196,6 +203,7 @@ def plot(  # noqa: PLR0913 the options of one command
     rounds: str | None,
     title: str,
     spread: bool,
+    references: tuple[str, ...],
     source: Source,
 ) -> None:
     ending = out.suffix.lower()
@@ -210,7 +218,16 @@ def plot(  # noqa: PLR0913 the options of one command
 
     round_range = None if rounds is None else parse_round_range(rounds)
     chosen = runs or ("latest",)
-    figure = render_figure(source, kind, chosen, rounds=round_range, axis=axis, title=title, spread=spread)
+    figure = render_figure(
+        source,
+        kind,
+        chosen,
+        rounds=round_range,
+        axis=axis,
+        title=title,
+        spread=spread,
+        references=references,
+    )
     content = encode_figure(figure, ending)
     try:
         out.write_bytes(content)

@@ -78,7 +78,11 @@ PLOT_METRICS = MappingProxyType(
 
 
 def render_curves(
-    series: Sequence[RoundSeries], metrics: Sequence[str], axes: Sequence[str], title: str = ""
+    series: Sequence[RoundSeries],
+    metrics: Sequence[str],
+    axes: Sequence[str],
+    title: str = "",
+    references: Sequence[RoundSeries] = (),
 ) -> Figure:
     """Returns a sheet with a row per metric and a column per x axis.
 
@@ -87,28 +91,51 @@ def render_curves(
         metrics: keys of `PLOT_METRICS`; every run needs values of each.
         axes: `rounds`, `time` or `bytes`.
         title: above it all; none when empty.
+        references: runs of which the newest value alone is drawn, as a dotted line across each panel.
 
     Raises:
         NotFoundError: a run has no value of a metric.
     """
     plot_metrics = [PLOT_METRICS[name] for name in metrics]
     for name, metric in zip(metrics, plot_metrics, strict=True):
-        for run in series:
+        for run in (*series, *references):
             if not has_metric(run, name):
                 raise NotFoundError(f"run {run.label} has no {name}: {metric.missing_reason}")
     figure = plot_style.make_figure(
-        2.7 * len(plot_metrics) + 0.9 + 0.2 * len(series), width_inches=_get_width_inches(axes), title=title
+        2.7 * len(plot_metrics) + 0.9 + 0.2 * (len(series) + len(references)),
+        width_inches=_get_width_inches(axes),
+        title=title,
     )
     grid = figure.subplots(len(plot_metrics), len(axes), sharey="row", sharex="col", squeeze=False)
     for row, metric in zip(grid, plot_metrics, strict=True):
         for panel, axis in zip(row, axes, strict=True):
             _draw_panel(panel, series, metric, axis)
+            for number, run in enumerate(references):
+                panel.axhline(
+                    _find_newest_value(run, metric),
+                    gid=f"{run.head.run_id} reference",
+                    **_make_reference_style(number),
+                )
         row[0].set_ylabel(metric.label)
         _set_y_scale(row[0], series, metric)
     for panel, axis in zip(grid[-1], axes, strict=True):
         panel.set_xlabel(_get_x_axis(series, axis)[1])
-    plot_style.add_legend_below(figure, _make_run_entries(series), _make_line_style_entries(series, plot_metrics))
+    entries = _make_run_entries(series) | {
+        plot_style.format_label(f"{run.label}, at its end"): Line2D([], [], **_make_reference_style(number))
+        for number, run in enumerate(references)
+    }
+    plot_style.add_legend_below(figure, entries, _make_line_style_entries(series, plot_metrics))
     return figure
+
+
+def _make_reference_style(number: int) -> dict[str, Any]:
+    """Returns the style of a reference's line: dotted, and grey, lighter than any curve's."""
+    return {"color": plot_style.GREY, "linestyle": (0, (1, 2 + 2 * number)), "linewidth": 1.3}
+
+
+def _find_newest_value(run: RoundSeries, metric: PlotMetric) -> float:
+    found = (_select_points(run, column, metric)[1] for column, _ in metric.columns)
+    return float(next(values[-1] for values in found if values.size))
 
 
 def has_metric(run: RoundSeries, name: str) -> bool:

@@ -64,6 +64,7 @@ def render_figure(  # noqa: PLR0913 the options of a sheet
     axis: str | None = None,
     title: str = "",
     spread: bool = False,
+    references: Sequence[str] = (),
 ) -> Figure:
     """Returns the sheet.
 
@@ -75,6 +76,7 @@ def render_figure(  # noqa: PLR0913 the options of a sheet
         axis: of `AXES`; None for all suitable ones.
         title: above the sheet.
         spread: draws runs that differ in their seed alone as their mean, in a band of their standard deviation.
+        references: texts for `find_run`, of runs whose newest value alone is drawn, as a dotted line.
 
     Raises:
         UsageError: an invalid request.
@@ -86,6 +88,8 @@ def render_figure(  # noqa: PLR0913 the options of a sheet
         raise UsageError(f"--x chooses the axis of {', '.join(CURVE_KINDS)}; {kind} has one of its own")
     if spread and kind not in {None, *CURVE_KINDS}:
         raise UsageError(f"--spread is of {', '.join(CURVE_KINDS)}, not of {kind}")
+    if references and kind not in {None, *CURVE_KINDS}:
+        raise UsageError(f"--reference is of {', '.join(CURVE_KINDS)}, not of {kind}")
     found = find_runs(source, runs)
     with plot_style.apply_style():
         if kind == "timeline":
@@ -93,10 +97,13 @@ def render_figure(  # noqa: PLR0913 the options of a sheet
         series = [read_rounds(source, run, label=label) for label, run in found.items()]
         if kind is not None and kind not in CURVE_KINDS:
             return _RENDERERS[kind](source, series, rounds, title)
-        series = [_select_rounds(run, rounds) for run in (average_runs(series) if spread else series)]
+        lines = [read_rounds(source, run, label=label) for label, run in find_runs(source, references).items()]
+        if spread:
+            series, lines = average_runs(series), average_runs(lines)
+        series = [_select_rounds(run, rounds) for run in series]
         default_axes = ("rounds", "time") if kind == "disagreement" else AXES
-        metrics = (kind,) if kind else _select_known_metrics(series)
-        return comparison.render_curves(series, metrics, default_axes if axis is None else (axis,), title)
+        metrics = (kind,) if kind else _select_known_metrics([*series, *lines])
+        return comparison.render_curves(series, metrics, default_axes if axis is None else (axis,), title, lines)
 
 
 def _select_rounds(series: RoundSeries, rounds: RoundRange | None) -> RoundSeries:

@@ -314,6 +314,9 @@ def test_the_options_choose_the_sheet_and_the_suffix_the_format_without_a_word_a
     done = plot("timeline", "--run", "fedavg", "--rounds", "1:3", "--title", "mine", "--out", pdf)
     assert (done.code, done.err, caplog.messages) == (0, "", [])
     assert pdf.read_bytes().startswith(b"%PDF")
+    svg = tmp_path / "a.svg"
+    assert plot("accuracy", "--run", "dsgd", "--reference", "fedavg", "--out", svg).code == 0
+    assert svg.read_text().count(' reference"') == 3
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ def test_models_of_the_devices_own_have_lines_of_their_own_style(series):
     assert set(words(figure)) == {"a", "global model", "mean of the devices", "worst device"}
 
 
+def test_a_reference_is_a_dotted_line_at_its_newest_value_and_in_the_legend(series):
+    alone = series("alone", accuracies={1: 0.25, 3: 0.75}, rounds=4)
+    figure = comparison.render_curves([series("a")], ("accuracy", "loss"), AXES, references=[alone])
+    for panel in figure.axes[:3]:
+        *_, line = panel.lines
+        assert {float(value) for value in line.get_ydata()} == {75.0}
+        assert (line.get_linestyle(), line.get_marker()) == ("--", "None")  # a pattern of dots reads as dashed
+    assert {"a", "alone, at its end"} <= {*words(figure)}
+    with pytest.raises(NotFoundError, match="run blind has no accuracy"):
+        comparison.render_curves([alone], ("accuracy",), AXES, references=[series("blind", accuracies={})])
+
+
 def test_consensus_errors_are_logarithmic_and_equal_models_leave_a_gap(series):
     figure = comparison.render_curves([series("a", [0.4, 0.0, 0.1])], ("disagreement",), ("rounds", "time"))
     assert [panel.get_yscale() for panel in figure.axes] == ["log", "log"]

@@ -125,6 +125,17 @@ def test_every_kind_is_drawn(sheet):
         assert sheet(kind, "nodes").axes, kind
 
 
+def test_a_reference_keeps_its_own_end_and_is_of_curves_alone(sheet):
+    panel = sheet("accuracy", "sync", references=["late"], axis="rounds", rounds=FIRST).axes[0]
+    curve, line = panel.lines
+    assert len(curve.get_xdata()) == 1
+    assert float(line.get_ydata()[0]) == sheet("accuracy", "late", axis="rounds").axes[0].lines[0].get_ydata()[-1]
+    with pytest.raises(UsageError, match="--reference is of accuracy, loss, disagreement, not of traffic"):
+        sheet("traffic", references=["late"])
+    with pytest.raises(NotFoundError, match="no run 'nobody'"):
+        sheet("accuracy", references=["nobody"])
+
+
 def test_a_spread_is_a_band_around_the_mean_and_of_curves_alone(store):
     class Reader(made.StoreReader):
         def find_run(self, text):
