@@ -50,6 +50,8 @@ class Start:
 
 
 SMALL = {"task": {"model": "lenet"}}
+ALONE = {**SMALL, "compression": {"up": "dense"}, "simulation": {"devices": 1}}
+"""The whole batch on one worker, and nothing compressed."""
 ISVR = {"points": 8, "point": ("rounds", 1), "preset": "paper"}
 UNREADABLE = "no figure could be read"
 ATOMO = {
@@ -81,9 +83,11 @@ STARTS = {
         changes=SMALL,
     ),
     "atomo": Start(**ATOMO, changes=SMALL),
-    "atomo, its shrinking rate": Start(**ATOMO, changes={**SMALL, "strategy": {"schedule": "step:50:0.95"}}),
-    "atomo, dense": Start(**ATOMO, changes={**SMALL, "compression": {"up": "dense"}}),
     "atomo, ten times the rate": Start(**ATOMO, changes={**SMALL, "strategy": {"learning_rate": 0.1}}),
+    "atomo, one worker": Start(**ATOMO, changes={**ALONE, "strategy": {"batch_size": 128}}),
+    "atomo, one worker, ten times the rate": Start(
+        **ATOMO, changes={**ALONE, "strategy": {"batch_size": 128, "learning_rate": 0.1}}
+    ),
     "parallel-sgd": Start(
         strategy="ssgd",
         preset="parallel-sgd",
