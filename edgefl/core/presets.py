@@ -4,7 +4,8 @@ Sources: Niwa et al., Asynchronous Decentralized Optimization With Implicit Stoc
 (logistic regression on its graph N1); Hardy, Le Merrer, Sericola, Distributed Deep Learning on Edge-Devices:
 Feasibility via Adaptive Compression, NCA 2017, with the defaults of its program; Li, Zhou, Yu, Xu, ESync, IEEE TSC
 2020, whose rate of 5e-4 is for the sum over a batch of 64; Wang et al., ATOMO, NeurIPS 2018, with the batches and the
-rank of its programs for 16 workers, and without their shrinking rate, which never reaches their optimiser; the defaults of Parallel-SGD's `parallel()` with the optimiser of its example.
+rank of its programs for 16 workers, and without their shrinking rate, which never reaches their optimiser; the
+defaults of Parallel-SGD's `parallel()` with the optimiser of its example.
 """
 
 from __future__ import annotations

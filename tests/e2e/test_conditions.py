@@ -243,7 +243,9 @@ def test_a_run_waits_for_the_night_where_no_work_fits_into_the_rest_of_this_one_
         assert fleet.list_history("updates", run=run_id) == []
         shift.write_text(str(end_s + 16 * 3600 + 1.0 - time.time()))
         device = f"/edgefl/v1/devices/{PAUSED}"
-        tools.eventually(lambda: fleet.make_client().get(device).get("run") == run_id, what="it works in the next night")
+        tools.eventually(
+            lambda: fleet.make_client().get(device).get("run") == run_id, what="it works in the next night"
+        )
         assert "h of its hours" in get_allowance()
         assert get_blocked(fleet) is None
         tools.stop(fleet, run_id)
