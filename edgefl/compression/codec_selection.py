@@ -131,12 +131,14 @@ class LinkEstimates:
 class CodecSelector:
     """Selects among `specs`, lightest first; one object serves one run, live or simulated.
 
-    `metered_spec` is that of devices whose connection is metered; None for the smallest of `specs`.
+    `metered_spec` is that of devices whose connection is metered; None for `specs[smallest]`, the last useful one by
+    the sizes expected at first: measured ones have the same bytes more in each, and are not of all.
     """
 
     specs: Sequence[str]
     link_estimates: LinkEstimates
     metered_spec: str | None = None
+    smallest: int = 0
 
     def adapt_instruction(self, instruction: TrainInstruction, *, is_metered: bool = False) -> TrainInstruction:
         """Returns the instruction with the best codec for its device now.
@@ -152,7 +154,7 @@ class CodecSelector:
             return instruction
         estimate = self.link_estimates.ways.get(instruction.device_id)
         index = (len(self.specs) - 1) // 2 if estimate is None else estimate.rung
-        index = self._find_hardest() if is_metered else index
+        index = self.smallest if is_metered else index
         self.link_estimates.in_flight[instruction.assignment_id] = index, instruction.deadline_s
         return instruction if index == 0 else replace(instruction, codec=self.specs[index])
 
@@ -204,12 +206,7 @@ class CodecSelector:
             link.rung -= 1
 
     def _find_hardest(self) -> int:
-        """Returns the last useful codec: beyond it bytes hardly fall."""
-        return next(
-            index
-            for index, size in enumerate(self.link_estimates.sizes)
-            if MAX_WORTHWHILE_RATIO * size <= min(self.link_estimates.sizes)
-        )
+        return _find_smallest(self.link_estimates.sizes)
 
     def _record_accuracy(self, accuracy: float) -> None:
         accuracies = self.link_estimates.accuracies
@@ -226,6 +223,11 @@ class CodecSelector:
         else:
             return
         accuracies.clear()  # the next change depends on the effect of this one
+
+
+def _find_smallest(sizes: Sequence[float]) -> int:
+    """Returns the index of the last useful codec: beyond it bytes hardly fall."""
+    return next(index for index, size in enumerate(sizes) if MAX_WORTHWHILE_RATIO * size <= min(sizes))
 
 
 def make_codec_selector(sizes: Mapping[str, int], metered_spec: str | None = None) -> CodecSelector:
@@ -250,4 +252,5 @@ def make_codec_selector(sizes: Mapping[str, int], metered_spec: str | None = Non
         none = "none does" if metered_spec is None else "neither does"
         raise CodecError(f"{whose} with ef| or {none}, got {with_feedback[0]} and {without}")
     estimates = LinkEstimates(sizes=[float(sizes[spec]) for spec in specs])
-    return CodecSelector(specs=specs, link_estimates=estimates, metered_spec=metered_spec)
+    smallest = _find_smallest(estimates.sizes)
+    return CodecSelector(specs=specs, link_estimates=estimates, metered_spec=metered_spec, smallest=smallest)
