@@ -40,13 +40,13 @@ from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, fi
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import enrolment_router, renewal_router
 from edgefl.coordinator.flower.fleet_api import (
-    FLEET_PREFIX,
     encode_error,
     read_chunks,
     send_response,
 )
 from edgefl.coordinator.tls_server import TlsListener, bind_listener, make_server_context
 from edgefl.core.errors import NetworkError, PortInUseError, UsageError
+from edgefl.core.fleet_messages import FLEET_PREFIX
 from edgefl.core.protocol import BUNDLES_PATH, MAX_BODY_BYTES, MAX_SPLIT_BYTES, PROTOCOL_VERSION, SPLIT_PATH
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.types import Json

@@ -25,12 +25,12 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.certificates import list_own_expiries
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
 from edgefl.coordinator.fleet.registry import NEVER_SEEN, DeviceRegistry
-from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
 from edgefl.coordinator.monitoring.alerts import AlertMonitor
 from edgefl.coordinator.monitoring.home_assistant import HomeAssistantBridge
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.core.config import AlertSettings
 from edgefl.core.errors import StoreError
+from edgefl.core.fleet_messages import FLEET_PREFIX
 from edgefl.core.protocol import Heartbeat
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
