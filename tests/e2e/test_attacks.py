@@ -481,7 +481,7 @@ def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogu
     with closing(scene.node("device-01")) as other:
         number = other._node.node_id
     forged = rogue.node.create_reply(work, (told, b""))
-    forged.metadata._src_node_id = number
+    forged.metadata.src_node_id = number
     with pytest.raises((UnauthorisedError, ReplyRejectedError)):
         rogue.node.push(forged)
     scene.is_recorded("reply from device-02", "another device", device="device-02")
