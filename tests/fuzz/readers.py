@@ -150,6 +150,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             api_readers.fleet_api,
             "coordinator/flower/superlink.py:SuperLink._decode_reply",
             "coordinator/flower/superlink.py:FlowerFleetServicer.handle",
+            "core/fleet_messages.py:parse_protobuf",
             "coordinator/flower/superlink.py:FlowerFleetServicer._check_node",
         ),
         "fleet-headers": _entry(
@@ -164,6 +165,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-stock": _entry(
             api_readers.stock_replies,
             "coordinator/flower/stock_messages.py:decode_objects",
+            "coordinator/flower/stock_messages.py:_decode_record",
+            "coordinator/flower/stock_messages.py:_decode_array",
+            "coordinator/flower/stock_messages.py:measure_object",
             "coordinator/flower/superlink.py:_decode_stock_reply",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
@@ -434,6 +438,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "coordinator/execution/site_records.py:RoundIndex.load": "own state; its tests damage it",
         "coordinator/execution/site_records.py:load_content": "own state, with a digest; its tests damage it",
         "tasks/datasets/parquet_files.py:_to_array": "what pyarrow has decoded, as long as it says",
+        "device/flower/supernode.py:RequestSigner.__init__": "the own private key",
         "core/secure_aggregation/keys.py:CertificateIdentity.__init__": "the own certificate, and the fleet's",
         "core/secure_aggregation/keys.py:add_mask": "the own key stream, of whole words",
         "device/secure_worker.py:SecureWorker._send_update": "words of the own trainer; others are a `ValueError`",
