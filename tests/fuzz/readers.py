@@ -505,9 +505,6 @@ INSIDE: Mapping[str, str] = MappingProxyType(
             "speeds.json: see disk-notes; a report goes on without it"
         ),
         "device/peers/peer_connection.py:PeerTls.load": "the files of the own join",
-        "coordinator/flower/superlink.py:FlowerFleetServicer.is_from_other_device": (
-            "what `handle` has refused before, for the event's text"
-        ),
         "coordinator/monitoring/metrics.py:load_grafana_dashboard": "a file of the package",
         "simulation/profiles.py:_load_built_in": "a file of the package",
         "coordinator/backup.py:_write_archive": "writes",
