@@ -92,3 +92,11 @@ def check_split_algorithm(plan: TrainConfig) -> None:
         raise ConfigError("strategy.keep_optimizer: a split network begins each round with a new optimiser")
     if plan.node is not None or plan.messages:
         raise ConfigError("split.after: a split network trains with strategies that send the model alone")
+    # The rest makes a step for each batch that it gets, so that parts would be steps of their own.
+    unfit = {
+        "micro_batch_size": plan.micro_batch_size is not None,
+        "max_gradient_norm": plan.max_gradient_norm is not None,
+        "precision": plan.precision is not None,
+    }
+    if found := [name for name, is_set in unfit.items() if is_set]:
+        raise ConfigError(f"strategy.{found[0]} does not go with split.after; leave one of them out")

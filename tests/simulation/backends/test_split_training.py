@@ -157,6 +157,14 @@ SPLIT = {"after": "pool2"}
         ({"split": SPLIT, "strategy": {"name": "asgd"}}, ConfigError, r"got strategy\.name = 'asgd'"),
         ({"split": SPLIT, "strategy": {"name": "d2"}}, ConfigError, r"got strategy\.name = 'd2'"),
         ({"split": SPLIT, "strategy": {"keep_optimizer": True}}, ConfigError, r"strategy\.keep_optimizer"),
+        *(
+            (
+                {"split": SPLIT, "strategy": {name: value}},
+                ConfigError,
+                rf"strategy\.{name} does not go with split\.after",
+            )
+            for name, value in (("micro_batch_size", 8), ("max_gradient_norm", 1.0), ("precision", "bfloat16"))
+        ),
         ({"split": SPLIT, "strategy": {"double_buffering": True}}, ConfigError, r"strategy\.double_buffering"),
         ({"split": SPLIT, "run": {"task": "mnist", "evaluate_on": "devices"}}, ConfigError, r"run\.evaluate_on"),
     ],
