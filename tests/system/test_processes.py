@@ -484,7 +484,7 @@ def test_the_agent_imports_no_renderer_of_terminals_and_nothing_of_flower():
 GAPS = """
 import json
 from pathlib import Path
-from edgefl.system.processes import map_large_blocks, reduce_memory
+from edgefl.system.processes import map_large_blocks, reduce_memory, reuse_large_blocks
 reduce_memory()
 {call}
 def measure():
@@ -503,6 +503,7 @@ print(json.dumps(measure() - before))
 def test_large_blocks_that_are_freed_leave_no_gaps_once_they_are_mappings_of_their_own():
     assert told(GAPS, "") > 35_000_000
     assert told(GAPS, "map_large_blocks()") < 8_000_000
+    assert told(GAPS, "map_large_blocks(); reuse_large_blocks()") > 35_000_000
 
 
 CODE = """

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Array
-from edgefl.system.processes import drop_code_pages, map_large_blocks
+from edgefl.system.processes import drop_code_pages, map_large_blocks, reuse_large_blocks
 
 CPU = "CPUExecutionProvider"
 """The provider that every build of onnxruntime has."""
@@ -45,9 +45,11 @@ class BoundGraph:
             if "Available memory" in str(error):
                 raise DataError("the compiled task cannot be run: it takes more memory than it may have") from None
             raise DataError(f"the compiled task cannot be run: {str(error).splitlines()[0]:.300}") from None
-        if not self._has_run:
-            self._has_run = True
-            drop_code_pages("onnxruntime")  # half of them are for loading a graph
+        finally:
+            if not self._has_run:
+                self._has_run = True
+                reuse_large_blocks()
+                drop_code_pages("onnxruntime")  # half of them are for loading a graph
         return self.outputs
 
 
@@ -76,7 +78,6 @@ class Arena:
         """Makes it the one of later sessions: onnxruntime has one a process, the last that was registered."""
         if Arena._registered is self:
             return
-        map_large_blocks()
         kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
         config = onnxruntime.OrtArenaCfg({
             "max_mem": self.max_bytes,
@@ -99,7 +100,7 @@ def get_runtime_version() -> str:
 
 
 def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str = CPU) -> Any:
-    """Returns a session of a checked graph.
+    """Returns a session of a checked graph, whose first run as a `BoundGraph` ends what is done once.
 
     Args:
         graph: an ONNX file.
@@ -125,14 +126,17 @@ def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str 
     options.add_session_config_entry("session.use_env_allocators", "1")
     limit = {MEMORY_LIMITS[provider]: str(arena.max_bytes)} if provider in MEMORY_LIMITS else {}
     providers: list[Any] = [(provider, limit), CPU] if limit else [*dict.fromkeys((provider, CPU))]
+    map_large_blocks()
     try:
         # Constants are folded while the graph is loaded, in memory that no arena bounds.
         session = onnxruntime.InferenceSession(
             graph, options, providers=providers, disabled_optimizers=["ConstantFolding"]
         )
     except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
+        reuse_large_blocks()
         raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None
     if provider not in session.get_providers():  # it says so on a console at most, and takes another one
+        reuse_large_blocks()
         raise DataError(f"the compiled task cannot be loaded: onnxruntime has no {provider} here")
     return session
 

@@ -164,6 +164,31 @@ print(psutil.Process().memory_info().rss - before)
     assert num_bytes < 12_000_000  # one for each of them would be 80 MB
 
 
+def test_arrays_of_later_steps_take_no_new_pages_of_the_kernel_once_a_graph_has_run():
+    steps = """
+import resource
+import numpy
+from onnx import TensorProto, helper
+from edgefl.system.processes import reduce_memory
+reduce_memory()
+from edgefl.tasks.compiled.board.bound_graph import Arena, BoundGraph, make_session
+one = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1])
+graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "one", [one("x")], [one("y")])
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+session = make_session(model.SerializeToString(), 1, Arena(2**30, 3_000_000))
+inputs, outputs = ({name: numpy.ones(1, numpy.float32)} for name in ("x", "y"))
+BoundGraph(session, inputs, outputs).run()
+values = numpy.ones(500_000, numpy.float32)
+values += 0.5 * values
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(50):
+    values += 0.5 * values
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = int(subprocess.run([sys.executable, "-c", steps], check=True, capture_output=True).stdout)
+    assert faults < 5_000  # a mapping for each step would be 24,400
+
+
 def add_large_tensor(model):
     """Makes the loss the mean of 64 MB of itself."""
     for node in model.graph.node:
