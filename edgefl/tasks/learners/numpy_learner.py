@@ -129,6 +129,36 @@ class DenseModel:
         return NumpyLearner(self.shapes(), self.prepare, activation=self.activation, loss=loss or self.loss)
 
 
+def average_parts(
+    gradients: Mapping[str, Any], num_examples: int, num_parts: int, compute: Callable[[Array], float]
+) -> float:
+    """Fills gradients, in NumPy or torch, with their mean over a batch's equal parts, each by its share of examples.
+
+    Args:
+        gradients: which `compute` fills for a part.
+        num_examples: of the batch.
+        num_parts: of it.
+        compute: takes the rows of a part and returns its mean loss.
+
+    Returns:
+        The mean loss of the batch.
+    """
+    sums: dict[str, Any] = {}
+    total = 0.0
+    for rows in np.array_split(np.arange(num_examples), num_parts):
+        share = len(rows) / num_examples
+        total += share * compute(rows)
+        for name, gradient in gradients.items():
+            if name in sums:
+                gradient *= share  # noqa: PLW2901 in place: the learner's own array
+                sums[name] += gradient
+            else:
+                sums[name] = share * gradient
+    for name, gradient in gradients.items():
+        gradient[...] = sums[name]
+    return total
+
+
 class ArrayLearner:
     """Tensors and gradients of a `Learner` as arrays that stay; what inherits from it computes with them."""
 

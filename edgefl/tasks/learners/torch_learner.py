@@ -214,13 +214,15 @@ class TorchLearner:
     def set_precision(self, precision: str) -> None:
         """Makes later gradients those of activations in `float32`, `bfloat16` or `float16`.
 
-        Weights and gradients stay float32 (mixed precision). With float16 the loss is scaled, by less after each
-        batch whose gradient overflows: that gradient is 0, so that its step is left out.
+        Weights and gradients stay float32 (mixed precision). With float16 the loss is scaled. Where a gradient
+        overflows it is computed again from the same outputs, by half the scale each time, which later batches keep;
+        one that is not finite without a scale stays as it is, as in float32.
 
         Raises:
             TaskError: the accelerator does not have it.
 
-        Source: Micikevicius et al., Mixed Precision Training, ICLR 2018. Differs: the scale does not grow again.
+        Source: Micikevicius et al., Mixed Precision Training, ICLR 2018. Differs: no step is left out, and the scale
+        does not grow again until this is called anew.
         """
         cuda = self._torch.cuda
         if precision == "bfloat16" and self._device.type == "cuda" and not cuda.is_bf16_supported(False):
@@ -321,21 +323,29 @@ class TorchLearner:
         outputs = outputs if self._half is None else outputs.float()
         targets = select_targets(self._loss, batch, inputs, tuple(outputs.shape))
         loss = self._torch_loss.compute_mean(outputs, targets, batch.weights)
-        scaled = loss * self._loss_scale if self._half == self._torch.float16 else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
         if self._half == self._torch.float16:
-            self._unscale_gradients()
+            self._propagate_scaled(loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.item())
 
-    def _unscale_gradients(self) -> None:
+    def _propagate_scaled(self, loss: torch.Tensor) -> None:
+        """Fills `gradients` by the largest scale, of the present one and its halves, at which they are finite."""
         gradients = [*self._gradients.values()]
-        if all(bool(self._torch.isfinite(gradient).all()) for gradient in gradients):
+        scale = self._loss_scale if bool(self._torch.isfinite(loss)) else 1.0
+        while True:
+            # The outputs are kept for a smaller scale: computed again, dropout would differ, statistics count twice.
+            (loss * scale).backward(retain_graph=scale > 1.0)  # type: ignore[no-untyped-call]
+            is_finite = all(bool(self._torch.isfinite(gradient).all()) for gradient in gradients)
+            if is_finite or scale <= 1.0:
+                break
+            scale = max(1.0, scale / 2)
             for gradient in gradients:
-                gradient /= self._loss_scale  # noqa: PLW2901 in place: the module's own
-            return
-        self._loss_scale = max(1.0, self._loss_scale / 2)
-        for gradient in gradients:
-            gradient.zero_()
+                gradient.zero_()
+        if is_finite:
+            self._loss_scale = scale
+            for gradient in gradients:
+                gradient /= scale  # noqa: PLW2901 in place: the module's own
 
     def sum_clipped_gradients(self, batch: Dataset, clip: float) -> float:
         """Fills `gradients` with the sum of the examples' clipped gradients; see `ExampleGradients`.

@@ -7,7 +7,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from edgefl.core.errors import ConfigError
 from edgefl.core.types import Dataset, Learner, TrainConfig
+from edgefl.tasks.learners.numpy_learner import average_parts
+from edgefl.tasks.losses.torch_only_losses import Contrastive
+
+SMALL = 2.0**-80
+"""Times the largest number of float32 it has a square of which a billion have a sum."""
 
 
 class _BoundedLearner:
@@ -35,23 +41,34 @@ class _BoundedLearner:
         count = 1 if self._part_size is None else math.ceil(len(batch) / self._part_size)
         if count <= 1:
             return self._learner.gradient(batch)
-        sums: dict[str, Any] = {}
-        total = 0.0
-        for rows in np.array_split(np.arange(len(batch)), count):
-            share = len(rows) / len(batch)
-            total += share * self._learner.gradient(batch.take(rows))
-            for name, gradient in self._learner.gradients.items():
-                sums[name] = share * gradient + sums.get(name, 0.0)
-        for name, gradient in self._learner.gradients.items():
-            gradient[...] = sums[name]
-        return total
+        return average_parts(
+            self._learner.gradients, len(batch), count, lambda rows: self._learner.gradient(batch.take(rows))
+        )
 
 
 def bound_learner(learner: Learner, plan: TrainConfig) -> Learner:
-    """Returns a learner that makes gradients as a plan says; itself where that says nothing of them."""
+    """Returns a learner that makes gradients as a plan says; itself where that says nothing of them.
+
+    Raises:
+        ConfigError: as of `check_parts`.
+    """
     if plan.micro_batch_size is None and plan.max_gradient_norm is None:
         return learner
+    check_parts(getattr(learner, "loss", None), plan.micro_batch_size)
     return cast("Learner", _BoundedLearner(learner, plan))
+
+
+def check_parts(loss: object, micro_batch_size: object) -> None:
+    """Checks that the loss of a batch is the mean of its parts'.
+
+    Raises:
+        ConfigError: it tells the examples of a batch apart, and a part would have others than the batch.
+    """
+    if isinstance(loss, Contrastive) and micro_batch_size is not None:
+        raise ConfigError(
+            f"strategy.micro_batch_size = {micro_batch_size!r:.60} does not go with the loss {loss.name}, which "
+            "compares all examples of a batch; leave it out"
+        )
 
 
 def clip_gradients(learner: Learner, max_norm: float) -> None:
@@ -59,10 +76,22 @@ def clip_gradients(learner: Learner, max_norm: float) -> None:
 
     Source: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013, algorithm 1.
     """
-    norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in learner.gradients.values()))
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = _compute_norm(learner, 1.0)
+        if math.isinf(norm):  # an entry above 1.8e19 has no square in float32
+            norm = _compute_norm(learner, SMALL) / SMALL
     if max_norm < norm < math.inf:
         for gradient in learner.gradients.values():
             gradient *= max_norm / norm  # noqa: PLW2901 in place: the learner's own array
+
+
+def _compute_norm(learner: Learner, factor: float) -> float:
+    """Returns the norm of the gradient times a factor."""
+    total = 0.0
+    for gradient in learner.gradients.values():
+        scaled = gradient if factor == 1.0 else factor * gradient
+        total += float((scaled * scaled).sum())
+    return math.sqrt(total)
 
 
 def set_precision(learner: Learner, plan: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 """Gradients of a batch in parts, clipped, and of activations in half precision."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import Dataset, TrainConfig
 from edgefl.strategies.strategy_config import StrategyConfig
 from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.local_algorithms.batch_gradients import bound_learner
+from edgefl.tasks.local_algorithms.batch_gradients import bound_learner, clip_gradients
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.local_algorithms.optimizers import to_numpy
+from edgefl.tasks.losses.torch_only_losses import Contrastive
 
 
 def make_data(count=21, *, weights=None):
@@ -143,14 +145,54 @@ def test_mixed_precision_learns_and_the_next_run_without_it_is_in_float32():
     assert all(np.array_equal(outcomes[0][name], outcomes[1][name]) for name in start)
 
 
-def test_an_overflow_of_float16_leaves_its_step_out_and_halves_the_scale():
-    learner, data = make_torch_learner(), make_data()
+def load_large_weights(learner):
     learner.load({"0.weight": np.full((16, 6), 300.0, np.float32), "2.weight": np.full((2, 16), 100.0, np.float32)})
-    huge = Dataset(inputs=1000 * np.abs(data.inputs), targets=data.targets)
+    return Dataset(inputs=np.abs(make_data().inputs), targets=np.arange(21) % 2)
+
+
+def test_a_gradient_that_overflows_float16_is_computed_again_by_half_the_scale():
+    learner, seen = make_torch_learner(), []
+    learner.load({"2.bias": np.array([200.0, 0.0], np.float32)})
+    data = Dataset(inputs=100 * make_data().inputs, targets=np.ones(21, np.int64))
+    learner.load({"2.weight": np.full((2, 16), 1.0, np.float32)})
+    learner.load({"2.weight": np.stack([np.full(16, 90.0), np.full(16, -90.0)]).astype(np.float32)})
+    exact_loss, exact = compute(learner, data)
+    learner.module.register_forward_hook(lambda *_: seen.append(learner.module.training))
     learner.set_precision("float16")
-    overflown = compute(learner, huge)[1]
-    assert measure_norm(overflown) == 0
-    learner.load({"0.weight": np.full((16, 6), 0.1, np.float32), "2.weight": np.full((2, 16), 0.1, np.float32)})
-    scaled = compute(learner, data)[1]
-    learner.set_precision("float32")
-    assert measure_norm(scaled) == pytest.approx(measure_norm(compute(learner, data)[1]), rel=0.01)
+    for size in (None, 5):
+        seen.clear()
+        loss, found = compute(learner, data, micro_batch_size=size)
+        assert len(seen) == (1 if size is None else 5), "the network itself computes a part once"
+        assert loss == pytest.approx(exact_loss, rel=0.01)
+        assert measure_norm({name: found[name] - exact[name] for name in exact}) < 0.01 * measure_norm(exact)
+    start = learner.read()
+    result = run(learner, data, precision="float16", iterations=1, batch_size=21, learning_rate=1e-4)
+    assert measure_norm(result.displacement) > 0, "one step an assignment trains, too"
+    assert start.keys() == result.displacement.keys()
+
+
+def test_a_gradient_that_is_not_finite_by_any_scale_is_left_as_in_float32():
+    learner = make_torch_learner()
+    data = load_large_weights(learner)
+    huge = Dataset(inputs=1000 * data.inputs, targets=data.targets)
+    learner.set_precision("float16")
+    assert not np.isfinite(measure_norm(compute(learner, huge)[1]))
+    assert not np.isfinite(measure_norm(compute(learner, huge, micro_batch_size=5, max_gradient_norm=1.0)[1]))
+    result = run(learner, huge, precision="float16", iterations=1, weight_decay=0.1)
+    assert not all(np.isfinite(moved).all() for moved in result.displacement.values()), "the coordinator sees it"
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_a_gradient_whose_square_is_no_float32_is_clipped(size):
+    learner = make_learner()
+    for gradient in learner.gradients.values():
+        gradient.fill(-size)
+    clip_gradients(learner, 2.0)
+    assert measure_norm(learner.gradients) == pytest.approx(2.0, rel=1e-5)
+
+
+def test_a_loss_that_compares_the_examples_of_a_batch_is_not_computed_in_parts():
+    learner = SimpleNamespace(loss=Contrastive())
+    with pytest.raises(ConfigError, match=r"strategy.micro_batch_size = 4 does not go with the loss contrastive"):
+        bound_learner(learner, TrainConfig(iterations=1, micro_batch_size=4))
+    bound_learner(learner, TrainConfig(iterations=1, max_gradient_norm=1.0))

@@ -31,7 +31,7 @@ from edgefl.tasks.compiled.artefact import (
 from edgefl.tasks.compiled.board.bound_graph import CPU, MAX_ARENA_BYTES, Arena, BoundGraph, make_session
 from edgefl.tasks.compiled.board.graph_check import check_constant
 from edgefl.tasks.compiled.board.pruned_graph import remove_outputs
-from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
+from edgefl.tasks.learners.numpy_learner import ArrayLearner, average_parts, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
 from edgefl.tasks.preparation import Prepare
@@ -130,32 +130,19 @@ class OnnxLearner(ArrayLearner):
         targets = self._select_targets(batch, features)
         count = math.ceil(len(batch) / self._batch.size)
         if count == 1:
-            loss, scale = self._run_part(features, targets, batch.weights)
-            self._scale_gradients(scale)
-            return loss
-        sums, total = {name: np.zeros_like(gradient) for name, gradient in self._gradients.items()}, 0.0
-        for rows in np.array_split(np.arange(len(batch)), count):
+            return self._run_part(features, targets, batch.weights)
+
+        def compute(rows: Array) -> float:
             weights = None if batch.weights is None else batch.weights[rows]
-            loss, scale = self._run_part(features[rows], targets[rows], weights)
-            share = len(rows) / len(batch)
-            self._scale_gradients(scale * share)
-            for name, gradient in self._gradients.items():
-                sums[name] += gradient
-            total += loss * share
-        for name, gradient in self._gradients.items():
-            gradient[...] = sums[name]
-        return total
+            return self._run_part(features[rows], targets[rows], weights)
+
+        return average_parts(self._gradients, len(batch), count, compute)
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
         return evaluate_in_batches(data, self._batch.size, self._evaluate_batch)
 
-    def _run_part(self, features: Array, targets: Array, weights: Array | None) -> tuple[float, float]:
-        """Fills `gradients` from at most B examples.
-
-        Returns:
-            The mean over them of weight times loss, and what makes of the gradients those of that mean: the graph
-            divides by the sum of the weights.
-        """
+    def _run_part(self, features: Array, targets: Array, weights: Array | None) -> float:
+        """Fills `gradients` from at most B examples, and returns the mean over them of weight times loss."""
         total = float(len(features)) if weights is None else float(weights.sum())
         self._batch.fill(features, targets, weights if total else None)
         for noise in self._noise:
@@ -165,8 +152,9 @@ class OnnxLearner(ArrayLearner):
             for spec in self._model:
                 if f"{NEW}{spec.name}" in outputs:
                     self._tensors[spec.name][...] = outputs[f"{NEW}{spec.name}"]
-        scale = total / len(features)
-        return scale * float(outputs[LOSS]), scale
+        scale = total / len(features)  # the graph divides by the sum of the weights
+        self._scale_gradients(scale)
+        return scale * float(outputs[LOSS])
 
     def _run_training(self) -> Mapping[str, Array]:
         try:
