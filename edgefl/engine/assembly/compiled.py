@@ -16,6 +16,8 @@ from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue, compute_digest
 from edgefl.tasks.adaptation.parts import select_parts
 from edgefl.tasks.compiled.board.graph_check import check_constant, check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.plan import CompiledPlan
+from edgefl.tasks.local_algorithms.batch_gradients import check_parts
+from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.registry import is_torch_task, list_numpy_models
 
 MAX_COMPILED_BATCH = 512
@@ -31,7 +33,8 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         bases: folder of the coordinator's bases and compiled tasks; None where there is none.
 
     Raises:
-        ConfigError: `run.backend` or `run.compiled` does not fit the task or the rest of the run file.
+        ConfigError: `run.backend`, `run.compiled` or a setting of gradients does not fit the task or the rest of the
+            run file.
         NotFoundError: there is no such compiled task.
         DataError: it is damaged, or asks for something that a board does not run.
         TaskError: it is of another task, or of another model.
@@ -41,6 +44,13 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         models = list_numpy_models(config.run.task)
         hint = f"take another model ({', '.join(models)})" if models else "take another task"
         raise ConfigError(f"run.backend = 'numpy', and the model of task {config.run.task} needs torch: {hint}")
+    precision = config.strategy.options.get("precision")
+    if precision not in (None, "float32") and (backend in ("onnx", "numpy") or not is_torch_task(task)):
+        raise ConfigError(
+            f"strategy.precision = {precision!r:.60} is of networks that train with torch, and none here does: "
+            "leave it out"
+        )
+    check_parts(find_loss(task), config.strategy.options.get("micro_batch_size"))
     if named is None:
         return {}
     if backend in ("torch", "numpy") or not is_torch_task(task) or config.split.after is not None:

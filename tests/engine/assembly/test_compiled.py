@@ -13,6 +13,7 @@ from edgefl.engine.assembly.compiled import choose_batch_size, make_compiled_hea
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 from edgefl.tasks.compiled.artefact import encode_artefact
 from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.registry import make_task
 
 
 class Dense(Task):
@@ -71,6 +72,20 @@ def test_what_does_not_go_together_is_refused(bases, tmp_path):
         make_compiled_header(Dense(SEEN), make_config(backend="torch", compiled="dense"), bases)
     with pytest.raises(ConfigError, match=r"run.backend = 'numpy', and the model of task dense needs torch"):
         make_compiled_header(Dense(SEEN), make_config(backend="numpy"), bases)
+    for config in (
+        make_config(backend="onnx", strategy={"precision": "float16"}),
+        make_config("digits", strategy={"precision": "bfloat16"}),
+    ):
+        task = Dense(SEEN) if config.run.task == "dense" else make_task("digits")
+        with pytest.raises(
+            ConfigError, match=r"strategy.precision = 'b?float16' is of networks that train with torch"
+        ):
+            make_compiled_header(task, config, bases)
+    assert make_compiled_header(Dense(SEEN), make_config(strategy={"precision": "float16"}), bases) == {}
+    contrastive = Dense(SEEN)
+    contrastive.model = TorchModel(build=lambda: None, tensors=MODEL.shapes(), loss="contrastive")
+    with pytest.raises(ConfigError, match=r"strategy.micro_batch_size = 4 does not go with the loss contrastive"):
+        make_compiled_header(contrastive, make_config(strategy={"micro_batch_size": 4}), bases)
     with pytest.raises(NotFoundError, match=r"no base 'other'"):
         make_compiled_header(Dense(SEEN), make_config(compiled="other"), bases)
     with pytest.raises(ConfigError, match=r"run.compiled = 'dense': only a coordinator has"):
