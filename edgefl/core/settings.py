@@ -30,6 +30,8 @@ SECRET = "secret"  # noqa: S105 a name
 MAX_SHOWN_CHARS = 100
 MAX_FAULTS = 20
 """Wrong settings that one message names."""
+MOVED: Mapping[str, str] = {"run.micro_batch_size": "strategy.micro_batch_size"}
+"""Settings of releases before, and what they are now."""
 _BOUNDS = {"above": "exclusiveMinimum", "at_least": "minimum", "below": "exclusiveMaximum", "at_most": "maximum"}
 """Bounds in a field's metadata, and their names in a JSON schema."""
 _TEXTS, _NUMBERS = tuple[str, ...], tuple[float, ...]
@@ -290,6 +292,8 @@ def _join(path: str, key: str) -> str:
 
 
 def _format_unknown(key: str, known: list[str], path: str) -> str:
+    if moved := MOVED.get(_join(path, key)):
+        return f"unknown setting {_join(path, key)}: it is {moved} now"
     similar = find_similar(key, known)
     hint = f"did you mean {_join(path, similar)}?" if similar else suggest_name(key, known)
     return f"unknown setting {_join(path, _shorten(key))}: {hint}"

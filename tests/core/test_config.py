@@ -131,6 +131,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("section", "table", "expected"),
     [
+        ("run", {"micro_batch_size": 8}, "unknown setting run.micro_batch_size: it is strategy.micro_batch_size now"),
         ("run", {"rouds": 3}, "unknown setting run.rouds: did you mean run.rounds?"),
         ("run", {"rounds": 0}, "run.rounds must be a whole number at least 1, got 0"),
         ("run", {"rounds": "ten"}, "run.rounds must be a whole number at least 1, got 'ten'"),
