@@ -160,6 +160,8 @@ class QueuedMessage:
         inline: the body, of a board's message whose body is no chunks.
         is_delivered: whether the node has it.
         reply_id: of the reply that has begun to arrive.
+        session_id: of the push of its missing objects.
+        is_answered: whether its reply is complete: one that is repeated while it is decoded is not delivered again.
     """
 
     metadata: Any
@@ -167,6 +169,8 @@ class QueuedMessage:
     inline: bytes | None = None
     is_delivered: bool = False
     reply_id: str = ""
+    session_id: str = ""
+    is_answered: bool = False
 
     @property
     def message_id(self) -> str:
@@ -343,7 +347,7 @@ class LinkState:
             stock_instruction = self.stock_instructions.pop(message_id, None)
             if message is not None:
                 self._remove_from_queue(message)
-                self.partial_replies.remove(lambda reply: reply.metadata.reply_to_message_id == message_id)
+                self.partial_replies.remove(message.session_id)
                 self.board_store.delete(message.reply_id)
                 for store in (self.board_store, self.stock_store):  # its node may be removed
                     store.delete(message_id)
@@ -373,12 +377,15 @@ class LinkState:
             raise FleetApiError(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
         with self._lock:
             message = self._match(metadata)
+            if message.is_answered:
+                return session_id, []
             is_inline = has_record(reply.content, RECORD_BODY)
             if not is_inline and self.board_store.has_other_children(tree):
                 raise FleetApiError("reply refused")
             missing = [] if is_inline else self.board_store.register(tree)
             message.reply_id = metadata.message_id
-            self.partial_replies.remove(lambda former: former.metadata.message_id == metadata.message_id)
+            self.partial_replies.remove(message.session_id)
+            message.session_id, message.is_answered = session_id, not missing
             if missing:
                 self.partial_replies.start(session_id, reply, missing)
         if not missing:
@@ -413,11 +420,14 @@ class LinkState:
         reply = self.partial_replies.get(session_id)
         if reply is None or reply.metadata.run_id != run_id:
             return False
-        if not self.partial_replies.is_missing(session_id, object_id) or not self.board_store.put(object_id, content):
-            return False
-        complete = self.partial_replies.add_object(session_id, object_id)
-        if complete is not None:
-            self._on_reply(complete)
+        with self._lock:
+            message = self.messages.get(reply.metadata.reply_to_message_id)
+            is_missing = self.partial_replies.is_missing(session_id, object_id)
+            if message is None or not is_missing or not self.board_store.put(object_id, content):
+                return False
+            is_complete = message.is_answered = self.partial_replies.add_object(session_id, object_id) is not None
+        if is_complete:
+            self._on_reply(reply)
         else:
             self.board_store.spool(object_id)
         return True

@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Generic, TypeVar
@@ -79,13 +79,10 @@ class ReplyAssembler(Generic[R]):
             del self._partial[session_id]
             return reply
 
-    def remove(self, should_remove: Callable[[R], bool]) -> list[str]:
-        """Removes replies, and returns the sessions that pushed them."""
+    def remove(self, session_id: str) -> None:
+        """Removes the reply of a session, if there is one."""
         with self._lock:
-            session_ids = [session_id for session_id, (reply, _) in self._partial.items() if should_remove(reply)]
-            for session_id in session_ids:
-                del self._partial[session_id]
-            return session_ids
+            self._partial.pop(session_id, None)
 
 
 class SpooledBytes:

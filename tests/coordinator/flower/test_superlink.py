@@ -430,6 +430,34 @@ def test_a_reply_that_is_pushed_again_is_refused_and_delivered_once(site, run):
         assert site.replies.empty()
 
 
+@pytest.mark.parametrize("size", [10, CHUNK_BYTES + 100], ids=["inline", "chunked"])
+def test_a_reply_that_is_repeated_while_it_is_decoded_is_delivered_once(site, run, monkeypatch, size):
+    device, repeated = site.device(), []
+    send(run, device, bytes(size))
+    instruction = device.supernode.pull()
+    reply, calls = answer(device, instruction), site.superlink.api._servicer
+    decode, pushes = site.superlink._decode_reply, []
+
+    def decode_while_it_is_repeated(message):
+        repeat = threading.Thread(target=lambda: repeated.append(push_again()))
+        repeat.start()
+        repeat.join(10)
+        return decode(message)
+
+    def push_again():
+        return calls.handle(asked(device), PUSH_MESSAGES, pushes[0].SerializeToString()).status
+
+    def note(send_request, message):
+        pushes.append(message)
+        return send_request(PUSH_MESSAGES, message)
+
+    intercept(device, PUSH_MESSAGES, note)
+    monkeypatch.setattr(site.superlink, "_decode_reply", decode_while_it_is_repeated)
+    device.supernode.push(reply)
+    assert len(site.reply().body) == size
+    assert (repeated, site.replies.qsize()) == ([200], 0)
+
+
 def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
     device, body = site.device(), bytes(range(256)) * (CHUNK_BYTES // 256 + 100)
     send(run, device, body)
