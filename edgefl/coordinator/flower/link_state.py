@@ -482,9 +482,11 @@ def _encode_setting(name: str, value: Any) -> Any:
 
 def _is_valid_tree(tree: Any) -> bool:
     """Returns whether a device may push an object tree: a first chunk with the others as its children, each once."""
+    if (1 + len(tree.children)) * CHUNK_BYTES > MAX_BODY_BYTES:
+        return False
     names = {found.object_id for found in (tree, *tree.children)}
     is_flat = not any(child.children for child in tree.children) and len(names) == 1 + len(tree.children)
-    return is_flat and len(names) * CHUNK_BYTES <= MAX_BODY_BYTES and all(map(_OBJECT_ID.match, names))
+    return is_flat and all(map(_OBJECT_ID.match, names))
 
 
 def _check_object(object_id: str, content: bytes) -> None:

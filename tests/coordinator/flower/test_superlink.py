@@ -931,6 +931,17 @@ def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run)
     run.cancel(sent)
 
 
+def test_of_a_tree_that_is_too_large_only_the_length_is_read():
+    class Unread(list):
+        def __iter__(self):
+            raise AssertionError("an id was read")
+
+    children = [ObjectTree(object_id=f"{number:064x}") for number in range(MAX_BODY_BYTES // CHUNK_BYTES)]
+    largest = SimpleNamespace(object_id="a" * 64, children=children[1:])
+    assert link_state._is_valid_tree(largest)
+    assert not link_state._is_valid_tree(SimpleNamespace(object_id="a" * 64, children=Unread(children)))
+
+
 def test_a_piece_larger_than_a_chunk_is_refused(site, run):
     device = site.device()
     sent = send(run, device, bytes(INLINE_BODY_BYTES + 1))
