@@ -404,21 +404,23 @@ class LinkState:
             raise FleetApiError("reply refused")
         return message
 
-    def add_object(self, run_id: int, session_id: str, object_id: str, content: bytes) -> bool:
-        """Takes an object of a reply; returns whether it is kept.
+    def add_object(self, request: Any) -> bool:
+        """Takes an object of a reply, from the node that announced it; returns whether it is kept.
 
         Raises:
             FleetApiError: its run is over, or it is too large.
             NotAllowedError: it is not the one that its id names.
         """
-        self.get_run(run_id)
-        instructions = list(self.stock_instructions.values())
-        instruction = next((item for item in instructions if session_id and item.session_id == session_id), None)
-        if instruction is not None:
-            return self._add_stock_object(instruction, object_id, content)
+        self.get_run(request.run_id)
+        session_id, object_id, content = request.session_id, request.object_id, request.object_content
+        pusher = request.node.node_id, request.run_id
+        for instruction in list(self.stock_instructions.values()):
+            is_its_own = pusher == (instruction.node_id, instruction.run_id)
+            if is_its_own and session_id and instruction.session_id == session_id:
+                return self._add_stock_object(instruction, object_id, content)
         _check_object(object_id, content)
         reply = self.partial_replies.get(session_id)
-        if reply is None or reply.metadata.run_id != run_id:
+        if reply is None or pusher != (reply.metadata.src_node_id, reply.metadata.run_id):
             return False
         with self._lock:
             message = self.messages.get(reply.metadata.reply_to_message_id)

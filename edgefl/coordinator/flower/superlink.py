@@ -132,8 +132,7 @@ def _push_messages(state: LinkState, request: Any) -> Json:
 
 
 def _push_object(state: LinkState, request: Any) -> Json:
-    stored = state.add_object(request.run_id, request.session_id, request.object_id, request.object_content)
-    return {"stored": stored}
+    return {"stored": state.add_object(request)}
 
 
 def _pull_object(state: LinkState, request: Any) -> Json:

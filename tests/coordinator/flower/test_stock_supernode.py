@@ -344,11 +344,37 @@ def test_the_objects_of_a_reply_are_in_one_file_until_it_is_cancelled(site):
         count, state = lambda: len(list(Path("/proc/self/fd").iterdir())), site.superlink.state
         before = count()
         for name, content in contents.items():
-            assert state.add_object(message.metadata.run_id, session, name, content)
+            assert state.add_object(push_of(site.node_id, message.metadata.run_id, session, name, content))
         assert count() == before + 1
         site.run.cancel(sent)
         assert count() == before
     assert site.leftovers() == [0] * 5
+
+
+def push_of(node_id, run_id, session, object_id, content):
+    return REQUESTS["push-object"](
+        node=fleet_messages.Node(node_id=node_id),
+        run_id=run_id,
+        session_id=session,
+        object_id=object_id,
+        object_content=content,
+    )
+
+
+def test_an_object_is_kept_of_the_node_and_in_the_run_alone_that_announced_it(site):
+    other = site.superlink.register(b"another key", is_supernode=True)
+    sent, state = site.send(), site.superlink.state
+    content = ArrayChunk(memoryview(b"content")).deflate()
+    name = get_object_id(content)
+    with site.connected() as node, contextlib.closing(site.superlink.open_run()) as run:
+        message = node.take()
+        _, session = announce(node, message, [ObjectTree(object_id=name)])
+        own = message.metadata.run_id
+        pushes = [(other, own, session), (site.node_id, run._run_id, session), (site.node_id, own, "")]
+        assert [state.add_object(push_of(*push, name, content)) for push in pushes] == [False] * 3
+        assert name in state.stock_instructions[sent].reply.list_missing()
+        assert state.add_object(push_of(site.node_id, own, session, name, content))
+        assert name not in state.stock_instructions[sent].reply.list_missing()
 
 
 def test_a_supernode_cannot_answer_for_another_nor_end_its_work(site):
@@ -443,7 +469,8 @@ def test_a_reply_that_unfolds_to_what_no_supernode_sends_is_an_error(site, make,
         children = [ObjectTree(object_id=name) for name in objects if name != root]
         missing, session = node.send(reply, ObjectTree(object_id=root, children=children), 0.1)
         for name in missing:
-            site.superlink.state.add_object(reply.metadata.run_id, session, name, objects[name])
+            run_id = reply.metadata.run_id
+            site.superlink.state.add_object(push_of(site.node_id, run_id, session, name, objects[name]))
         answer = site.reply()
     assert error in answer.header["error"]
     assert answer.body == b""

@@ -606,6 +606,25 @@ def test_a_device_cannot_answer_for_another(site, run):
     assert site.reply().body == b"model"
 
 
+def test_an_object_of_a_reply_is_kept_of_its_own_device_alone(site, run):
+    device, other, stored = site.device(), site.device(), []
+    send(run, device)
+    instruction = device.supernode.pull()
+
+    def pushed_by_another_before(send_request, message):
+        own = message.node.node_id
+        message.node.node_id = other.id
+        stored.append(other.supernode._client.send(PUSH_OBJECT, message).stored)
+        message.node.node_id = own
+        assert site.replies.empty()
+        return send_request(PUSH_OBJECT, message)
+
+    intercept(device, PUSH_OBJECT, pushed_by_another_before)
+    device.supernode.push(device.supernode.create_reply(instruction, (instruction.header, bytes(CHUNK_BYTES + 1))))
+    assert stored == [False, False]
+    assert site.reply().body == bytes(CHUNK_BYTES + 1)
+
+
 @pytest.mark.parametrize("header", [[1, 2], "text", None], ids=str)
 def test_a_reply_without_a_sensible_header_arrives_as_a_failure(site, run, header):
     device = site.device(handler=lambda _header, body: (header, body))
