@@ -21,6 +21,7 @@ from edgefl.core.errors import ConfigError, DataError, StoreError, TaskError
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
 from edgefl.flower.app_folder import CONFIG_FILE, AppFolder, flatten_config, read_app
+from edgefl.flower.internals import make_message
 from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.job import Job, JobContext
 
@@ -260,7 +261,6 @@ def merge_config(app: AppFolder, changes: str) -> dict[str, Scalar]:
 
 def _make_message(header: Json, content: RecordDict, part: int) -> Message:
     from flwr.app import Metadata  # noqa: PLC0415 likewise
-    from flwr.app.message import make_message  # noqa: PLC0415 likewise
 
     metadata = Metadata(
         run_id=int(header["run_id"]),
@@ -273,7 +273,7 @@ def _make_message(header: Json, content: RecordDict, part: int) -> Message:
         ttl=LIFETIME_S,
         message_type=str(header["type"]),
     )
-    return make_message(metadata=metadata, content=content)
+    return make_message(metadata, content=content)
 
 
 def format_label(header: Json, content: RecordDict) -> str:

@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from flwr.app import Context, Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
 from flwr.serverapp import Grid, ServerApp
 
 from edgefl.core.errors import DataError, TaskError
@@ -29,7 +28,8 @@ from edgefl.core.types import Json
 from edgefl.flower.app_codec import ChangeCodec, check_codec
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, ROUND_KEY, SERVER_NODE_ID, load_component
 from edgefl.flower.app_messages import TRAIN, decode_message, encode_message
-from edgefl.flower.strategy import ensure_identity, seed_global_generators
+from edgefl.flower.internals import ensure_identity, make_message
+from edgefl.flower.strategy import seed_global_generators
 from edgefl.system.process_messages import read_message, write_message
 
 MAX_BODY_BYTES = 2**32 - 1
@@ -143,8 +143,8 @@ class ProcessGrid(Grid):
         )
         outcome = _read_outcome(header, body, self._codecs.pop(header["message"], None))
         if isinstance(outcome, Error):
-            return make_message(metadata=metadata, error=outcome)
-        return make_message(metadata=metadata, content=outcome)
+            return make_message(metadata, error=outcome)
+        return make_message(metadata, content=outcome)
 
     def _ask(self, request: Json, body: bytes = b"") -> Json:
         write_message(self._sink, request, body)

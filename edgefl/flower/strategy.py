@@ -7,8 +7,8 @@ for each device that answered. Its attributes that are numbers, arrays, mappings
 are part of the state and survive a restart; other attributes do not, and the strategy then continues from the start
 of the round as if they were new.
 
-The only module that uses a private module of Flower (a signing identity), and the only one that seeds the global
-generators, so that the same seed gives the same run. The `Grid` that Flower's object sees has no network.
+The only module that seeds the global generators, so that the same seed gives the same run. The `Grid` that Flower's
+object sees has no network.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.serverapp.strategy import Strategy as FlowerBase
-from flwr.supercore.task_identity import TaskIdentity
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import Algorithm, Array, FleetView, Instruction, Scalar, TrainConfig, Update, derive_seed
+from edgefl.flower.internals import ensure_identity
 from edgefl.flower.strategy_options import (
     check_min_nodes,
     find_flower_strategy,
@@ -52,8 +52,6 @@ _BUDGETS = ("iterations", "epochs", "seconds")
 _PLAN_FIELDS = frozenset({*_BUDGETS, "batch_size", "learning_rate", "momentum", "weight_decay"})
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
-PLACEHOLDER_ID = 1
-"""Messages of a strategy in this process never leave it; any number will do."""
 MAX_QUERIES = 6
 """Flower's `sample_nodes` queries, sleeps and repeats without end; no node joins during its sleep here."""
 
@@ -331,15 +329,6 @@ def _from_saved(value: Any) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(_from_saved(entry) for entry in value)
     return value
-
-
-def ensure_identity() -> None:
-    """Makes `flwr.app.Message` usable in this process; an existing ServerApp or ClientApp identity stays."""
-    for name in ("run_id", "task_id", "node_id"):
-        try:
-            getattr(TaskIdentity, name)
-        except RuntimeError:
-            setattr(TaskIdentity, name, PLACEHOLDER_ID)
 
 
 @contextmanager

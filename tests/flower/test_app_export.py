@@ -40,7 +40,7 @@ from edgefl.core.types import (
 from edgefl.flower.app_export import EXCLUDED_FOLDERS, export_flower_app
 from edgefl.flower.app_runtime import InMemoryJournal, decode_content, encode_content, make_body_record
 from edgefl.flower.grid_fleet import GridFleet
-from edgefl.flower.strategy import ensure_identity
+from edgefl.flower.internals import ensure_identity
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task

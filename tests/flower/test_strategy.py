@@ -17,12 +17,12 @@ from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.settings import REQUIRED
 from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics, UpdateStatus
 from edgefl.engine.assembly.build import build_run
+from edgefl.flower.internals import ensure_identity
 from edgefl.flower.strategy import (
     MAX_QUERIES,
     FlowerState,
     StubGrid,
     compute_node_id,
-    ensure_identity,
     export_attributes,
     make_flower_strategy,
     seed_global_generators,

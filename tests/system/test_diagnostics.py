@@ -1,5 +1,6 @@
 import datetime as dt
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_what_runs_here_is_named_and_flower_is_of_a_release_that_the_project_adm
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     pinned = [text for text in tomllib.loads(project)["project"]["dependencies"] if text.startswith("flwr")]
     assert pinned[0] == f"flwr>={FLOWER_RELEASES[0]},<2"
+    assert metadata.version("flwr").rpartition(".")[0] in FLOWER_RELEASES
     assert check_disk(tmp_path).check == "disk"
 
 
