@@ -1,4 +1,4 @@
 """The Flower side: Flower's SuperLink and Fleet API inside this process, and messages independent of its types.
 
-Begin with `superlink`, the only module that may import Flower.
+Begin with `superlink`; only `stock_messages` imports Flower.
 """

@@ -1,4 +1,4 @@
-"""Messages to and from devices, independent of Flower's types: replies, their chunks, and bodies on disk."""
+"""Replies of devices, bodies that are sent to them, replies whose chunks arrive, and bytes on disk."""
 
 from __future__ import annotations
 

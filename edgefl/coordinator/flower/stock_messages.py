@@ -219,7 +219,7 @@ def _encode_record(record: Any, objects: dict[str, bytes]) -> str:
     is_metrics = isinstance(record, MetricRecord)
     encoded = (fleet_messages.MetricRecord if is_metrics else fleet_messages.ConfigRecord)()
     for name, value in record.items():
-        _set_value(encoded.items.add(key=name).value, value)
+        _set_value(encoded.items.add(key=name).value, value, empty=0.0 if is_metrics else False)
     return _add_object(objects, METRICS if is_metrics else CONFIG, encoded.SerializeToString())
 
 
@@ -238,9 +238,10 @@ def _encode_array(array: Array, objects: dict[str, bytes]) -> str:
     return _add_object(objects, ARRAY, json.dumps(about).encode(), ids)
 
 
-def _set_value(target: Any, value: Any) -> None:
+def _set_value(target: Any, value: Any, *, empty: bool | float) -> None:
+    """Sets a value; `empty` is of the type as which Flower encodes an empty list in this kind of record."""
     values = value if isinstance(value, list) else [value]
-    sample = values[0] if values else 0.0
+    sample = values[0] if values else empty
     name = next(name for kind, name in _VALUE_KINDS if isinstance(sample, kind))
     if name == "sint64" and max(values) > _MAX_SINT64:
         name = "uint64"

@@ -1,6 +1,6 @@
 """Flower's SuperLink inside our process: the requests of its Fleet API, and the runs whose messages it carries.
 
-Nothing of Flower is imported for it: the wire is `core.fleet_messages`, what is kept is `link_state`.
+The wire is `core.fleet_messages`, what is kept is `link_state`. Flower itself is imported by `stock_messages` alone.
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ class FlowerRun:
             The instruction id that the reply will name.
 
         Raises:
-            NetworkError: Flower rejected it (unknown node, finished run), or a stock SuperNode cannot do it.
+            NetworkError: the node is unknown or the run over, or a stock SuperNode cannot do it.
         """
         if node_id in self._state.supernodes:
             return self._send_stock(node_id, header, body)

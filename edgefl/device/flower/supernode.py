@@ -247,7 +247,10 @@ class SuperNode:
             NetworkError: no answer.
         """
         self.close()
-        self._client = _FleetClient(address, self._tls_context, self._signer, self._stamp)
+        try:
+            self._client = _FleetClient(address, self._tls_context, self._signer, self._stamp)
+        except httpx.InvalidURL as error:
+            raise NetworkError(f"the coordinator's address {address!r:.200} makes no sense: {error}") from None
         response = self._send(
             ACTIVATE_NODE, public_key=self._signer.public_key, heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
         )

@@ -1123,8 +1123,10 @@ def test_an_error_is_the_one_that_flower_answers(name):
 VALUES = {
     "arrays": ArrayRecord({"w": Array(np.ones((2, 3))), "same": Array(np.zeros(2)), "none": Array(np.zeros(0))}),
     "again": ArrayRecord({"same": Array(np.zeros(2))}),
+    "nothing": MetricRecord({"e": []}),
     "metrics": MetricRecord({"loss": 0.5, "n": -3, "many": [1.0, 2.0], "whole": [1, 2**63], "big": 2**64 - 1}),
-    "config": ConfigRecord({"y": True, "n": 2**63, "t": "ü", "b": b"\0", "ts": ["a", ""], "bs": [b"a"], "m": [True]}),
+    "config": ConfigRecord({"y": True, "n": 2**63, "t": "ü", "b": b"\0", "ts": ["a", ""], "bs": [b"a"], "m": [True],
+                            "e": []}),
     "none": ConfigRecord({}),
 }  # fmt: skip
 
@@ -1140,8 +1142,17 @@ def test_a_message_is_the_objects_that_flower_makes_of_it_and_is_read_from_them(
     root = next(reversed(ours))
     tree = inflatable_object.get_object_tree(message)
     assert make_tree(root, ours).SerializeToString() == tree.SerializeToString()
-    content, error = decode_objects(root, theirs, max_bytes=10**6)
+    content, error = decode_objects(root, theirs, max_bytes=10**8)
     assert (content, error) == (message.content, None)
+
+
+def test_an_array_of_equal_chunks_has_each_once_and_is_read_whole():
+    content = RecordDict({"arrays": ArrayRecord({"zeros": Array(np.zeros(3 * CHUNK_BYTES // 8))})})
+    objects = encode_objects(MESSAGES["Metadata"](), content)
+    (array,) = [found for found in map(parse_object, objects.values()) if found.kind == "Array"]
+    assert (len(array.children), len(set(array.children))) == (3, 3)
+    assert json.loads(array.body)["arraychunk_ids"] == [0, 1, 1, 2]
+    assert decode_objects(next(reversed(objects)), objects, max_bytes=10**8) == (content, None)
 
 
 def test_an_object_is_read_and_named_as_flower_writes_it():
