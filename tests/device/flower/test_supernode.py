@@ -174,3 +174,8 @@ def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_
     node._charge_traffic = refuse
     assert node.pull().blocker.reason == "used up"
     assert len(pulled) == 1
+
+
+def test_an_address_that_is_none_is_a_network_error(make_node):
+    with pytest.raises(NetworkError, match=r"address .* makes no sense"):
+        make_node().connect("127.0.0.1:port")
