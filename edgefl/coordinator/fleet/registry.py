@@ -26,7 +26,7 @@ from edgefl.coordinator.fleet.presence import (
 )
 from edgefl.core.allowance import Allowance, parse_allowance
 from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples, format_drift, parse_drift
-from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
+from edgefl.core.conditions import DOWNLOAD, Blocker, format_blocker, parse_blocker
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
@@ -128,6 +128,7 @@ class _RegistryEntry:
     is_drained: bool = False
     blocker: Blocker | None = None
     run_blockers: dict[str, tuple[Blocker, float]] = field(default_factory=dict)
+    working_run: str | None = None
     allowance: Allowance | None = None
     shortages: dict[str, str] = field(default_factory=dict)
     known_examples: dict[str, int] = field(default_factory=dict)
@@ -317,8 +318,7 @@ class DeviceRegistry:
 
     def _is_kept_from(self, device_id: str, run_id: str) -> bool:
         """Returns whether a run cannot use a device now: by its own conditions, or as no work of it fits."""
-        entry = self._entries[device_id]
-        return run_id in entry.run_blockers or run_id in entry.shortages
+        return run_id in _list_kept_from(self._entries[device_id])
 
     def decline_board(self, device_id: str, run_id: str) -> None:
         """Releases a board that its run cannot use now to a run that can, if there is one."""
@@ -442,8 +442,8 @@ class DeviceRegistry:
         entry = self._entries.get(device_id)
         if entry is None:
             return
-        former = _list_blocked(entry)
-        entry.blocker = blocker
+        former, former_kept = _list_blocked(entry), _list_kept_from(entry)
+        entry.blocker, entry.working_run = blocker, working_run
         if blocker is None and working_run is not None:
             entry.run_blockers.pop(working_run, None)
         if blocker is not None and blocker.run:
@@ -454,6 +454,7 @@ class DeviceRegistry:
             self._run_blocked_ids.add(device_id)
         if _list_blocked(entry) != former:
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+        if _list_blocked(entry) != former or _list_kept_from(entry) != former_kept:
             self._allot(device_id)
 
     @staticmethod
@@ -717,6 +718,19 @@ class DeviceRegistry:
 def _list_blocked(entry: _RegistryEntry) -> set[str]:
     """Returns the runs that a device may not train for; an empty one stands for all of them."""
     return {*entry.run_blockers, *([""] if entry.blocker is not None and not entry.blocker.run else [])}
+
+
+def _list_kept_from(entry: _RegistryEntry) -> set[str]:
+    """Returns the runs that cannot use a device: by conditions of theirs, or as no work of them fits.
+
+    What keeps only new work from it takes no board from the run that it works for.
+    """
+    blocked = {
+        run_id
+        for run_id, (blocker, _) in entry.run_blockers.items()
+        if blocker.kind != DOWNLOAD or run_id != entry.working_run
+    }
+    return blocked.union(entry.shortages)
 
 
 def format_unfit(blocker: Blocker) -> str:

@@ -1086,6 +1086,21 @@ def test_a_board_that_is_given_to_another_run_is_recalled_and_comes_back_when_th
     assert list(site.fleet.view().idle) == ["pi"]
 
 
+def test_a_board_whose_network_keeps_new_work_from_it_finishes_and_only_then_goes_to_another_run(site):
+    for run_id in (RUN, "r-other"):
+        site.registry.open_run(BoardClaim(run_id=run_id, selects=lambda _info: True))
+    site.give(training())
+    blocked = {"kind": "download", "reason": "x", "free_at_s": None, "run": RUN}
+    site.beat("pi", holding=["a-1"], run=RUN, blocked=blocked)
+    site.registry.open_run(BoardClaim(run_id="r-third", selects=lambda _info: True))
+    assert lost(site) == []
+    assert site.registry.get_allotted_run("pi") == RUN
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+    site.beat("pi", blocked=blocked, seq=2)
+    assert site.registry.get_allotted_run("pi") == "r-other"
+
+
 def test_a_run_that_admits_nobody_after_its_start_leaves_later_boards_to_others():
     site = Site(join_at_start=True)
     site.add("pi")
