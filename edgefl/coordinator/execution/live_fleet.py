@@ -178,7 +178,7 @@ class LiveFleet:
         self._has_renewed_lineage = False
         self._hand_backs: dict[str, list[float]] = {}
         self._shortages: dict[str, str] = {}
-        self._shortages_due_s = clock()
+        self._shortages_due_s, self._awaits_shortages = clock(), False
         self._base_bytes: dict[str, int] = {}
         self._interruption: InterruptedRunError | None = None
         self._queries: dict[str, int] = {}
@@ -269,6 +269,8 @@ class LiveFleet:
                 self._in_flight.finish_early(self._incarnations.get_wire_id(instruction.assignment_id))
             else:
                 self._view.assign(instruction)
+                if isinstance(instruction, TrainInstruction) and self._shortages.pop(instruction.device_id, ""):
+                    self.registry.record_shortage(instruction.device_id, self.run_id, None)  # it fits
                 self._idle_reporter.has_started |= isinstance(instruction, TrainInstruction)
                 payload, now_s = self._distributor.create_payload(instruction, source), self.clock()
                 pending = self._make_pending(instruction, payload, now_s)
@@ -277,8 +279,9 @@ class LiveFleet:
 
     def _update_shortages(self) -> None:
         """Records which idle devices no work fits into, once a second at most: in history, registry and waiting."""
-        now_s = self.clock()
-        if now_s < self._shortages_due_s or not (self._view.limited or self._shortages):
+        now_s, is_short = self.clock(), bool(self._view.limited or self._shortages)
+        self._awaits_shortages = is_short and now_s < self._shortages_due_s
+        if self._awaits_shortages or not is_short:
             return
         self._shortages_due_s = now_s + SHORTAGE_INTERVAL_S
         for device_id in sorted(self._view.limited.union(self._shortages).difference(self._view.busy)):
@@ -409,6 +412,8 @@ class LiveFleet:
         while True:
             if self._interruption is not None:
                 raise self._interruption
+            if self._awaits_shortages:
+                self._update_shortages()
             has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
             self._idle_reporter.has_started |= bool(self._view.speeds)  # of a run that goes on where it was
             if self._idle_reporter.poll(self._list_able(), has_work=has_work):
@@ -444,7 +449,10 @@ class LiveFleet:
 
     def _next_wake_s(self, until_s: float) -> float:
         admission_s, idle_poll_s = self._membership.next_deadline_s(), self._idle_reporter.next_poll_s()
-        deadlines = (self._in_flight.next_deadline_s(), admission_s, idle_poll_s, self._resumed_until_s)
+        shortages_s = self._shortages_due_s if self._awaits_shortages else None
+        deadlines = (
+            self._in_flight.next_deadline_s(), admission_s, idle_poll_s, self._resumed_until_s, shortages_s
+        )  # fmt: skip
         return min([until_s, *(time_s for time_s in deadlines if time_s is not None)])
 
     def _fail_overdue(self) -> list[Event]:

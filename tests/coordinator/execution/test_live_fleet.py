@@ -421,6 +421,54 @@ def test_a_board_that_no_work_fits_into_is_said_to_be_short_and_its_run_waits_fo
     site.fleet.close()
 
 
+def make_planned_site(*run_ids, allowance):
+    """Returns a site with board pi, whose next work takes 10 s, and which allows that."""
+    planner = WorkPlanner(plan=TrainConfig(iterations=4), task="digits")
+    site = Site(find_shortage=planner.find_shortage)
+    for run_id in run_ids:
+        site.registry.open_run(BoardClaim(run_id=run_id, selects=lambda _info: True))
+    site.add("pi")
+    site.beat("pi", allowance={"window": [3600, 7200]})
+    site.events()
+    site.fleet.view()
+    site.give(training())
+    site.clock.jumped_s += 8.0
+    site.reply(101, allowance=allowance, metrics={"compute_s": 8.0})
+    assert len(site.of(Update)) == 1
+    site.fleet.view()
+    return site
+
+
+def test_work_that_fits_again_is_not_recalled_for_what_its_board_was_short_of_before():
+    site = make_planned_site(RUN, allowance={"window": [9, 7200]})
+    site.give()
+    assert "its hours end in" in site.registry.list_status_rows()[0]["blocked"]
+    site.beat("pi", allowance={"window": [3600, 7200]}, seq=2)
+    site.events()
+    site.fleet.view()
+    site.give(training("a-2"))
+    assert site.registry.list_status_rows()[0]["blocked"] is None
+    site.registry.open_run(BoardClaim(run_id="other", selects=lambda _info: True))
+    assert lost(site) == []
+    assert site.registry.get_allotted_run("pi") == RUN
+    site.fleet.close()
+
+
+def test_a_board_that_is_short_just_after_the_last_look_goes_to_another_run_within_seconds():
+    site = make_planned_site(RUN, "other", allowance={"window": [3600, 7200]})
+    site.give()
+    site.beat("pi", allowance={"window": [9, 7200]}, seq=2)
+    site.events()
+    site.fleet.view()
+    site.give()
+    assert site.registry.get_allotted_run("pi") == RUN, "it has looked a moment ago"
+    started_s = time.monotonic()
+    site.fleet.wait(site.clock() + 20.0)
+    assert site.registry.get_allotted_run("pi") == "other"
+    assert time.monotonic() - started_s < 10.0
+    site.fleet.close()
+
+
 @pytest.mark.parametrize("allowance", [None, "night", {"window": [-1, 0]}, {"day": {"renews_s": 1, "traffic": "x"}}])
 def test_an_allowance_that_makes_no_sense_is_none_and_its_update_counts(site, allowance):
     site.give(training())
