@@ -7,8 +7,8 @@ update, since a wrong guess then costs little, and harder at once. An unknown de
 goes one step harder: the time of another size separates the uplink from the rest. Where sizes hardly differ, both
 ways are taken to be equally fast. The estimates are checkpointed as they are (`LinkEstimates`).
 
-A device whose connection is metered pays for bytes: it gets the codec of the run file for that, else the candidate
-that takes the fewest. What its upload took is observed all the same, for the time when it is not metered.
+A device whose connection is metered pays for bytes: it gets the codec of the run file for that, else the smallest
+candidate that is worth it. What its upload took is observed all the same, for the time when it is not metered.
 """
 
 from __future__ import annotations

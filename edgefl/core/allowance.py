@@ -15,12 +15,16 @@ from edgefl.core.conditions import MAX_RUN_CHARS, USE_KINDS, USE_UNITS, Blocker
 
 PERIODS = ("day", "month")
 MAX_AMOUNT = 1e18
+MIN_RATE = 1e-9
+"""What is used, or done, in a second; what a board says of less is not known."""
 MAX_SECONDS = 1e8
 """Three years; what a board says of a later time counts as this."""
 SAME_S = 30.0
 """Ends of hours that are nearer to each other are the same: reports travel, and clocks are set."""
 WORK_MARGIN = 1.25
 """How much longer than measured a work may take, and yet fit."""
+SAME_LEFT = 0.01
+"""Of the limit of a budget: what is left varies by less, with the margin that a board keeps."""
 _ROUNDING = 1e-9
 
 
@@ -136,7 +140,7 @@ class Allowance:
         return replace(self, window=first, run="", run_window=None)
 
     def is_within(self, former: Allowance | None) -> bool:
-        """Returns whether it has the same hours as one before, on the same clock, and no more of any budget."""
+        """Returns whether it has the same hours as one before, on the same clock, and no more of any budget, to `SAME_LEFT`."""
         if former is None or self.run != former.run:
             return False
         for name in ("window", "run_window"):
@@ -149,7 +153,7 @@ class Allowance:
         known = {(budget.kind, budget.period): budget for budget in former.budgets}
         return all(
             (before := known.get((budget.kind, budget.period))) is not None
-            and budget.left <= before.left
+            and budget.left <= before.left + SAME_LEFT * budget.limit
             and budget.limit == before.limit
             for budget in self.budgets
         )
@@ -204,8 +208,8 @@ class Allowance:
 
     def describe(self, now_s: float) -> str:
         """Returns it in one line for people; empty where nothing is limited."""
-        windows = [window for window in (self.window, self.run_window) if window is not None]
-        parts = [f"{format_duration(window.ends_s - now_s)} of its hours" for window in windows[:1]]
+        ends_s = [window.ends_s for window in (self.window, self.run_window) if window is not None]
+        parts = [f"{format_duration(min(ends_s) - now_s)} of its hours"] if ends_s else []
         for budget in self.budgets:
             unit, name = USE_UNITS[budget.kind]
             parts.append(f"{budget.left / unit:.4g} of {budget.limit / unit:.4g} {name} of this {budget.period}")
@@ -274,8 +278,14 @@ def _parse_budgets(period: str, value: object) -> Iterator[BudgetLeft]:
                 left=_parse_amount(left),
                 limit=_parse_amount(limit),
                 renews_s=renews_s,
-                per_s=None if per_s is None else _parse_amount(per_s),
+                per_s=_parse_rate(kind, per_s),
             )
+
+
+def _parse_rate(kind: str, per_s: object) -> float | None:
+    """Returns what a second of work uses of a budget; None where that is not known, as of bytes on the network."""
+    rate = None if per_s is None else _parse_amount(per_s)
+    return None if rate is None or kind == "traffic" or rate < MIN_RATE else rate
 
 
 def _parse_seconds(value: object) -> float:

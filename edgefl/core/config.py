@@ -162,8 +162,8 @@ class CompressionSection:
     Attributes:
         up: codec of updates; `auto` or `auto:SPEC,SPEC,...` lets the coordinator pick one for each device.
         down: codec of the model.
-        metered: codec of updates of devices whose connection is metered; without one `up`, and with `auto` the one of
-            its codecs that takes the fewest bytes.
+        metered: codec of updates of devices whose connection is metered; without one `up`, and with `auto` the
+            smallest of its codecs that is worth it.
         layers: patterns of tensor names, each with its codec.
         residuals: when what a codec left out, and kept moments of an optimiser, go to the board's card: every five
             minutes and at stop, or with `durable` after every assignment, which wears the card.

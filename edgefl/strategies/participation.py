@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from edgefl.core.allowance import WorkCost
+from edgefl.core.allowance import MAX_AMOUNT, MIN_RATE, WorkCost
 from edgefl.core.conditions import Blocker
 from edgefl.core.config import EvaluateOn
 from edgefl.core.types import (
@@ -104,20 +104,17 @@ class WorkPlanner:
     can_shorten: bool = False
     count_bytes: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
-    def find_shortage(
-        self, view: FleetView, device_id: str, *, seconds_per_iteration: float | None = None
-    ) -> Blocker | None:
+    def find_shortage(self, view: FleetView, device_id: str) -> Blocker | None:
         """Returns why the next work does not fit into a board's hours and budgets; None where it does.
 
         Args:
             view: the fleet.
             device_id: one of its devices.
-            seconds_per_iteration: in place of the view's.
         """
         info = view.devices.get(device_id)
         if info is None or info.allowance is None:
             return None
-        cost = self._estimate(info, view, seconds_per_iteration or self._find_speed(info, view))
+        cost = self._estimate(info, view, self._find_speed(info, view))
         num_works = 1 + len(view.busy.get(device_id, ()))  # those that it has count again: none is finished yet
         if num_works > 1:
             seconds = None if cost.seconds is None else num_works * cost.seconds
@@ -145,7 +142,8 @@ class WorkPlanner:
                 fallback = None if usual is None else min(usual, fitting)
                 plan = replace(plan, iterations=fitting, fallback_iterations=fallback)
         deadline_s, window = instruction.deadline_s, info.allowance.window
-        if deadline_s is not None and window is not None and exchange_s is not None:
+        is_known = window is not None and not window.is_past(view.now_s)
+        if deadline_s is not None and window is not None and is_known and exchange_s is not None:
             left_s = max(0.0, window.ends_s - view.now_s)
             deadline_s = min(deadline_s, left_s + max(MIN_UPLOAD_S, 2 * exchange_s))
         return replace(instruction, plan=plan, deadline_s=deadline_s)
@@ -157,7 +155,7 @@ class WorkPlanner:
             return speed.seconds_per_iteration
         steps_per_s = info.capabilities.get("steps_per_s")
         measured = steps_per_s.get(self.speed_name) if isinstance(steps_per_s, Mapping) else None
-        is_speed = isinstance(measured, int | float) and math.isfinite(measured) and measured > 0
+        is_speed = isinstance(measured, int | float) and MIN_RATE <= measured <= MAX_AMOUNT
         return 1 / measured if is_speed and measured else None
 
     def _estimate(self, info: DeviceInfo, view: FleetView, seconds_per_iteration: float | None) -> WorkCost:

@@ -285,7 +285,8 @@ def test_examples_that_are_kept_for_a_test_are_none_of_the_work():
 def test_before_its_first_update_a_board_is_judged_by_its_own_measurement_and_by_expected_bytes():
     fleet = limited_view(HOUR, pi_1={"steps_per_s": {"digits/cnn": 0.001}})
     assert "pi-1" not in planning(speed_name="digits/cnn").eligible_view(fleet).idle
-    for name, speeds in (("digits", {"digits": 10.0}), ("cnn", {}), ("x", {"x": 0}), ("x", {"x": "1"}), ("x", 3)):
+    for name, speeds in (("digits", {"digits": 10.0}), ("cnn", {}), ("x", {"x": 0}), ("x", {"x": "1"}), ("x", 3),
+                         ("x", {"x": 5e-324}), ("x", {"x": 10**400}), ("x", {"x": float("nan")})):  # fmt: skip
         fleet = limited_view(HOUR, pi_1={"steps_per_s": speeds})
         assert "pi-1" in planning(speed_name=name).eligible_view(fleet).idle
     budget = BudgetLeft(kind="traffic", period="day", left=100.0, limit=500.0, renews_s=600.0)
@@ -332,3 +333,10 @@ def test_a_deadline_is_at_most_the_end_of_the_hours_and_the_time_of_an_upload(de
     speed = DeviceThroughput(seconds_per_iteration=1.0, exchange_s=exchange_s)
     asked = replace(order(iterations=10), deadline_s=deadline_s)
     assert planning().adapt_instruction(asked, limited_view(HOUR, speed=speed)).deadline_s == expected
+
+
+def test_hours_that_are_over_end_no_deadline():
+    past = Allowance(window=Window(ends_s=-100.0, reopens_s=-1.0))
+    speed = DeviceThroughput(seconds_per_iteration=1.0, exchange_s=5.0)
+    asked = replace(order(iterations=10), deadline_s=900.0)
+    assert planning().adapt_instruction(asked, limited_view(past, speed=speed)).deadline_s == 900.0

@@ -160,7 +160,7 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
         for name, reason in reasons.items()
         if not reason and (info := registry.get_device(name))
     }
-    shortages = _find_shortages(run, available, {name: speed for name, (speed, _) in speeds.items()})
+    shortages = _find_shortages(run, available)
     reasons, available = reasons | shortages, {n: info for n, info in available.items() if n not in shortages}
     evaluators = [
         i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
@@ -209,16 +209,17 @@ def _find_allowance(device_id: str, registry: DeviceRegistry, availability: Avai
     return merged.select_run(planned.run)
 
 
-def _find_shortages(
-    run: RunComponents, devices: Mapping[str, DeviceInfo], speeds: Mapping[str, float]
-) -> dict[str, str]:
-    """Returns why no work of a run fits into the hours and budgets of some devices now."""
+def _find_shortages(run: RunComponents, devices: Mapping[str, DeviceInfo]) -> dict[str, str]:
+    """Returns why no work of a run fits into the hours and budgets of some devices now.
+
+    As in the run's first round, a device's speed is its own benchmark: another run's model may take another time.
+    """
     planner, view = run.policy.planner, FleetState()
     if planner is None:
         return {}
     for info in devices.values():
         view.update_device(info.device_id, info)
-    found = {name: planner.find_shortage(view, name, seconds_per_iteration=speeds.get(name)) for name in view.limited}
+    found = {name: planner.find_shortage(view, name) for name in view.limited}
     return {name: format_unfit(blocker) for name, blocker in found.items() if blocker is not None}
 
 
