@@ -107,7 +107,7 @@ class Switch(BrokerSection):
     def gpio_line(self) -> tuple[str, int | str]:
         """Returns the path of the chip, and the offset or name of its line."""
         chip, _, line = self.gpio.rpartition(":")
-        return chip, int(line) if line.isdecimal() else line
+        return chip, int(line) if line.isdecimal() and len(line) <= MAX_LINE_CHARS else line
 
     def __post_init__(self) -> None:
         """Checks that it is one switch.

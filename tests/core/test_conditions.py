@@ -11,6 +11,7 @@ from edgefl.core.conditions import (
     BoardFacts,
     Budget,
     Conditions,
+    Switch,
     find_blocker,
     find_close_s,
     find_next_open_s,
@@ -213,3 +214,8 @@ def test_an_hour_more_or_less_of_a_change_of_the_clock_counts_in_what_is_left(da
     conditions = Conditions(zone="Europe/Oslo", hours=("22:00-06:00",))
     begin = datetime.fromisoformat(f"{day}T00:00").replace(tzinfo=find_zone("Europe/Oslo")).timestamp() - 2 * 3600
     assert find_close_s(conditions, begin) == begin + end_s
+
+
+def test_a_gpio_line_of_thousands_of_digits_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="the offset or name of a line"):
+        Switch(gpio="/dev/gpiochip0:" + "1" * 5000)
