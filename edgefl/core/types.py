@@ -41,6 +41,8 @@ BASE_SUFFIX = ".safetensors"
 """Suffix of the file of a pretrained base."""
 
 PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
+BASE_BYTE_KEY = "bytes_down_base"
+"""Keys in the `extra` of an update of bytes that no later one has: of admission, and of a base and compiled task."""
 NOT_FINITE = "the update holds a NaN or an infinity"
 """How the reason of a refused update begins whose training has diverged."""
 ZERO_CONTROL_VARIATE = "blank_variate"
@@ -656,7 +658,7 @@ class UpdateMetrics:
     `boards` are, of a site gateway's update, the boards that it is of: each `sites.BoardShare` as JSON.
 
     Costs before the run are part of the first update's, and in `extra` under the names of `PREFETCH_BYTE_KEYS`:
-    `send_s` was not spent on them.
+    `send_s` was not spent on them. Under `BASE_BYTE_KEY` are those of a base and compiled task that came with it.
     """
 
     iterations: int = 0

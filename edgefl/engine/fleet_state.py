@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from edgefl.core.claims import ClaimLimits
 from edgefl.core.types import (
+    BASE_BYTE_KEY,
+    PREFETCH_BYTE_KEYS,
     DeviceInfo,
     DeviceThroughput,
     EvaluateInstruction,
@@ -179,15 +181,15 @@ class FleetState:
         if metrics.iterations:
             previous = self.speeds.get(device_id, DeviceThroughput())
             average_s = update_moving_average(previous.seconds_per_iteration, metrics.compute_s / metrics.iterations)
-            least = (
-                metrics.bytes_down if previous.bytes_down is None else min(previous.bytes_down, metrics.bytes_down)
-            )
+            # What it got once, before the run or with this update, is no part of the next one.
+            once = [metrics.extra.get(name, 0.0) for name in (*PREFETCH_BYTE_KEYS, BASE_BYTE_KEY)]
+            up, down = max(0.0, metrics.bytes_up - once[0]), max(0.0, metrics.bytes_down - once[1] - once[2])
             self.speeds[device_id] = replace(
                 previous,
                 seconds_per_iteration=average_s,
                 exchange_s=update_moving_average(previous.exchange_s, metrics.send_s),
-                bytes_up=metrics.bytes_up,
-                bytes_down=least,
+                bytes_up=up,
+                bytes_down=down if previous.bytes_down is None else min(previous.bytes_down, down),
             )
 
     def record_transfer(self, device_id: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:

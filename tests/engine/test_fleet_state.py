@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from edgefl.core.types import DeviceInfo, EvaluateInstruction, Progress, Role, TrainConfig, TrainInstruction
+from edgefl.core.types import (
+    DeviceInfo,
+    EvaluateInstruction,
+    Progress,
+    Role,
+    TrainConfig,
+    TrainInstruction,
+    UpdateMetrics,
+)
 from edgefl.engine.fleet_state import FleetState
 
 
@@ -59,3 +67,10 @@ def test_work_and_measurements_come_back_from_a_snapshot_and_pass_on_to_the_flee
         assert (other.busy, other.progress) == ({"a": ["1"]}, {"a": report})
         assert other.in_flight["1"].dispatched_s == 3.0
     assert (restored.idle, following.idle) == (["b"], ["b", "late"])
+
+
+def test_bytes_that_no_later_update_has_are_none_of_its_size() -> None:
+    state = state_of("a")
+    once = {"bytes_up_ahead": 5.0, "bytes_down_ahead": 30.0, "bytes_down_base": 1000.0}
+    state.record_speed("a", UpdateMetrics(iterations=1, bytes_up=25, bytes_down=1070, extra=once))
+    assert (state.speeds["a"].bytes_up, state.speeds["a"].bytes_down) == (20.0, 40.0)

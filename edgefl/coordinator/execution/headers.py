@@ -27,6 +27,7 @@ from edgefl.core.protocol import (
 )
 from edgefl.core.sites import SITE_KEY, parse_board_shares
 from edgefl.core.types import (
+    BASE_BYTE_KEY,
     NUM_REDUCTIONS,
     PREFETCH_BYTE_KEYS,
     EvaluateInstruction,
@@ -173,11 +174,18 @@ def create_instruction_header(
 
 
 def parse_update_metrics(
-    metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_down: int, prefetch_bytes: tuple[int, int] = (0, 0)
+    metrics: Json,
+    *,
+    turnaround_s: float,
+    bytes_up: int,
+    bytes_down: int,
+    prefetch_bytes: tuple[int, int] = (0, 0),
+    base_bytes: int = 0,
 ) -> UpdateMetrics:
     """Returns the device's measurements; the sending time is all of the turnaround that was not computing.
 
     `prefetch_bytes` are the bytes up and down that it spent on admission; they are included.
+    `base_bytes` are those of `bytes_down` that were of a base and compiled task.
 
     Raises:
         KeyError, TypeError, ValueError: a measurement is missing or makes no sense.
@@ -187,7 +195,8 @@ def parse_update_metrics(
     numbers = (
         {str(name): finite_or_none(value) for name, value in extra.items()} if isinstance(extra, Mapping) else {}
     )
-    numbers |= {name: float(value) or None for name, value in zip(PREFETCH_BYTE_KEYS, prefetch_bytes, strict=True)}
+    own_bytes = zip((*PREFETCH_BYTE_KEYS, BASE_BYTE_KEY), (*prefetch_bytes, base_bytes), strict=True)
+    numbers |= {name: float(value) or None for name, value in own_bytes}
     return UpdateMetrics(
         iterations=_parse_count(metrics["iterations"]),
         num_examples=_parse_count(metrics["num_examples"]),

@@ -747,6 +747,7 @@ class LiveFleet:
             bytes_up=reply.bytes_up + batch_bytes_up,
             bytes_down=reply.bytes_down + batch_bytes_down,
             prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
+            base_bytes=reply.base_bytes,
         )
         plan = instruction.plan
         has_messages = plan.node is not None or plan.secure is not None
@@ -782,7 +783,7 @@ def add_base_traffic(reply: Reply, run_header: Json, device_id: str | None, clai
     before, base_bytes = claimed.get(device_id, 0), sum(map(int, plans))
     counted = min(fetched, base_bytes, MAX_BASE_DOWNLOADS * base_bytes - before)
     claimed[device_id] = before + counted
-    return replace(reply, bytes_down=reply.bytes_down + counted)
+    return replace(reply, bytes_down=reply.bytes_down + counted, base_bytes=counted)
 
 
 def _has_full_model(pending: PendingInstruction) -> bool:

@@ -20,7 +20,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One complete reply of a device. `header` is its JSON, `body` one codec body (may be empty)."""
+    """One complete reply of a device. `header` is its JSON, `body` one codec body (may be empty).
+
+    `base_bytes` are those of `bytes_down` that were of a base and compiled task.
+    """
 
     node_id: int
     instruction_id: str
@@ -28,6 +31,7 @@ class Reply:
     body: bytes
     bytes_up: int
     bytes_down: int
+    base_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
