@@ -11,12 +11,12 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgefl.core.allowance import Allowance, Window
+from edgefl.core.allowance import Allowance, BudgetLeft, Window
 from edgefl.core.conditions import (
     BASES,
     DOWN,
@@ -229,7 +229,10 @@ class ConditionGate:
             run_window = self._find_window(run.run_id, run.conditions) if run.has_conditions else None
             if window is None and run_window is None and not self._conditions.budgets:
                 return None
-            budgets = self._get_usage().list_left(self._conditions, self._rates) if self._conditions.budgets else ()
+            budgets: tuple[BudgetLeft, ...] = ()
+            if self._conditions.budgets:
+                with suppress(StoreError):  # it is told, and its work ends, where something is charged
+                    budgets = self._get_usage().list_left(self._conditions, self._rates)
             name = "" if run_window is None else run.run_id
             return Allowance(window=window, run=name, run_window=run_window, budgets=budgets)
 
@@ -245,10 +248,13 @@ class ConditionGate:
             known = self._windows[whose] = _KnownWindow(
                 conditions=conditions,
                 since_s=now_s,
-                until_s=now_s + NEVER_ENDS_S if window is None else window.ends_s,
+                until_s=_find_window_end_s(window, now_s),
                 window=window,
             )
-        return None if known.window is None else known.window.shift(-now_s)
+        if known.window is None:
+            return None
+        left = known.window.shift(-now_s)
+        return replace(left, ends_s=max(0.0, left.ends_s))
 
     def check_often(self) -> Blocker | None:
         """Returns as `check`, which it calls every half a second at most; for use at every iteration."""
@@ -647,6 +653,13 @@ def clear_pause(folder: Path) -> bool:
     was_paused = (folder / PAUSE_FILE).exists()
     (folder / PAUSE_FILE).unlink(missing_ok=True)
     return was_paused
+
+
+def _find_window_end_s(window: Window | None, now_s: float) -> float:
+    """Returns until when what was found of hours holds: to their end, outside of them to the next."""
+    if window is not None and window.ends_s > now_s:
+        return window.ends_s
+    return now_s + NEVER_ENDS_S if window is None or window.reopens_s is None else window.reopens_s
 
 
 def _read_pause(path: Path) -> Pause | None:

@@ -7,8 +7,9 @@ from board_trees import plant, rails, zones
 
 from edgefl.core.allowance import Window
 from edgefl.core.conditions import Blocker, Conditions, ConditionsEndedError
+from edgefl.core.errors import StoreError
 from edgefl.core.safe_parsing import format_toml
-from edgefl.device.conditions.budgets import SAVE_INTERVAL_S, USAGE_FILE, Clocks
+from edgefl.device.conditions.budgets import SAVE_INTERVAL_S, USAGE_FILE, BudgetUsage, Clocks
 from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import (
     FIRST_STEP_S,
@@ -516,6 +517,19 @@ def test_network_time_that_arrives_after_the_connection_ends_a_day_of_budgets_an
     assert "used up" in board.get_reason()
     board.wall_s -= 27 * 86_400
     assert board.get_reason() == ""
+
+
+def test_budgets_that_cannot_be_read_after_a_work_leave_its_hours_in_what_is_reported(board, monkeypatch):
+    save_conditions(board.folder, NIGHT + b"[conditions.day]\nprocessor_s = 60\n")
+    board.gate.check()
+    assert board.gate.find_allowance().budgets
+
+    def fail(*_args):
+        raise StoreError("the card is full")
+
+    monkeypatch.setattr(BudgetUsage, "list_left", fail)
+    allowance = board.gate.find_allowance()
+    assert (allowance.budgets, allowance.window.ends_s) == ((), 6 * 3600)
 
 
 def test_a_board_without_hours_and_budgets_reports_no_allowance(board):
