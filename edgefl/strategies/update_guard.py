@@ -99,7 +99,7 @@ devices were at most 3.4 above, those of a changed sign were it after 14 to 32 v
 MAX_EXCUSED_RATIO = 2.0
 """Of the others' median norm: an opposed update that grows moves against their way as well as one that pulls back."""
 DRIFT_RATIO, DRIFT_DECAY, MIN_DRIFT_VERSIONS = 3.0, 0.98, 10
-_NORMAL, MAX_QUANTILE = NormalDist(), 1 - 1e-15
+_NORMAL, MIN_QUANTILE, MAX_QUANTILE = NormalDist(), 1e-300, 1 - 1e-15
 _DEVIATIONS = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
 
@@ -321,9 +321,11 @@ class UpdateGuard:
         if len(scores) < MIN_DIRECTION_PEERS:
             return None
         usual = scores[math.ceil(0.75 * len(scores)) - 1]
-        bounds = ((usual + MIN_SPARSE_GAP, -1.0),) if self._has_sparse_updates() else RESPONSE_BOUNDS
+        is_sparse = self._has_sparse_updates()
+        # Scores of sparse updates are compared with those of the others: the distance is what rises, not their score.
+        bounds, start = (((MIN_SPARSE_GAP, -1.0),), usual) if is_sparse else (RESPONSE_BOUNDS, 0.0)
         num_devices = 1 + len(scores)
-        if not any(score >= raise_bound(least, num_devices) and usual <= most for least, most in bounds):
+        if not any(score - start >= raise_bound(least, num_devices) and usual <= most for least, most in bounds):
             return None
         return (
             f"its updates go along with what the others did to the model ({score:+.1f} deviations), where those of "
@@ -707,8 +709,10 @@ def compute_outlier_ratio(values: Array, least: float) -> float:
 
 def raise_bound(bound: float, num_devices: int) -> float:
     """Returns what one of so many normal deviations passes as seldom as one of `NUM_CALIBRATED` passes `bound`."""
-    below = _NORMAL.cdf(bound) ** (NUM_CALIBRATED / max(num_devices, NUM_CALIBRATED))
-    return max(bound, _NORMAL.inv_cdf(min(below, MAX_QUANTILE)))
+    if num_devices <= NUM_CALIBRATED:
+        return bound
+    below = _NORMAL.cdf(bound) ** (NUM_CALIBRATED / num_devices)
+    return max(bound, _NORMAL.inv_cdf(min(max(below, MIN_QUANTILE), MAX_QUANTILE)))
 
 
 def compute_most_norm(norms: Array, ratio: float) -> float:

@@ -23,6 +23,7 @@ from edgefl.strategies.update_guard import (
     compute_low_medians,
     compute_most_norm,
     measure_update,
+    raise_bound,
 )
 
 SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
@@ -358,6 +359,33 @@ def test_among_many_devices_one_is_not_refused_for_a_score_that_chance_alone_giv
         for name, value in scores.items()
     }
     assert (guard.rejection_reason(update([0.1, 0.1, 0.1], version=31)) is not None) == is_refused
+
+
+@pytest.mark.parametrize("usual", [-1.2, -4.0, -12.0, -60.0])
+@pytest.mark.parametrize(
+    ("num_devices", "gap", "is_refused"),
+    [(6, 3.8, True), (6, 3.7, False), (50, 4.0, False), (50, 4.2, True), (200, 4.3, False), (200, 4.5, True)],
+)
+def test_a_score_of_sparse_updates_counts_by_its_distance_however_clearly_the_others_pull_back(
+    usual, num_devices, gap, is_refused
+):
+    guard = make_guard()
+    sent = SparseDevice(num_entries=1).send(DIRECTION / 10, device="pi-1", version=31)
+    guard.state.records["pi-1"] = measure_update(sent, SHAPES[:1])
+    scores = {f"pi-{number}": usual for number in range(2, num_devices + 1)} | {"pi-1": usual + gap}
+    guard.state.trust = {
+        name: DeviceTrust(response=value, response_square=1.0, num_responses=30, num_versions=31)
+        for name, value in scores.items()
+    }
+    assert (guard.rejection_reason(sent) is not None) == is_refused
+
+
+def test_a_bound_rises_with_the_devices_above_those_it_was_measured_with_and_takes_any_number():
+    assert [raise_bound(bound, 10) for bound in (-60.0, 1.0)] == [-60.0, 1.0]
+    assert 1.0 < raise_bound(1.0, 11) < raise_bound(1.0, 60) < raise_bound(1.0, 10**6) < 8.0
+    assert all(
+        raise_bound(bound, num_devices) >= bound for bound in (-1e6, -60.0, 1e6) for num_devices in (11, 10**6)
+    )
 
 
 def test_an_opposed_device_is_excused_for_pulling_back_until_it_is_long():
