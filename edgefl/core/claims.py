@@ -6,6 +6,7 @@ Fleets bound them before an update is journaled, and before any strategy sees it
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import math
 import re
@@ -36,7 +37,7 @@ LARGE_DRIFT = 0.25
 LARGE_JOINT_DRIFT, MAX_JOINT_P = 0.01, 0.002
 """Discrepancy of all columns at once above which a change is large, where chance makes it seldom enough."""
 MAX_DRIFT_TASKS, MAX_DRIFT, MAX_MMD = 16, 1e6, 2.0
-MAX_NAME_CHARS = 80
+MAX_NAME_CHARS, MAX_PORT = 80, 65535
 EXAMPLES_CHANGED = "examples-changed"
 """Kind of the event: a device reported another number of examples than before."""
 DEFAULT_WEIGHT_RATIO = 2.0
@@ -53,8 +54,8 @@ GROWTH_PERIOD_S = 24 * 3600.0
 MAX_EXAMPLES = 2**40
 TOTAL_ITERATIONS = "iterations_in_all"
 """Key in the `extra` of an autonomous node's update: its local iterations of the run."""
-_LABEL_PAGE = re.compile(r"https://(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}/")
-"""Of a board's own IP address: a name could be one that people trust."""
+_LABEL_PAGE = re.compile(r"https://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})/")
+"""An IPv4 or an IPv6 address and a port; a name could be one that people trust."""
 _COUNTERS = ("message_bytes", "messages")
 _MAX_COUNTER = 2.0**53
 
@@ -373,10 +374,21 @@ def parse_drift(facts: Mapping[str, Any]) -> dict[str, DriftClaim]:
 
 
 def parse_label_page(facts: Mapping[str, Any]) -> str | None:
-    """Returns the address of a device's label page, by its capabilities; None for what is no IP address and port."""
+    """Returns the address of a device's label page, by its capabilities; None for what is no IP address and port.
+
+    That the address is the device's own is not checked: behind a translated network or a gateway the coordinator does
+    not see that.
+    """
     reported = facts.get("label_page")
-    is_right = isinstance(reported, str) and len(reported) <= MAX_NAME_CHARS and _LABEL_PAGE.fullmatch(reported)
-    return str(reported) if is_right else None
+    if not isinstance(reported, str) or len(reported) > MAX_NAME_CHARS:
+        return None
+    if (found := _LABEL_PAGE.fullmatch(reported)) is None or not 1 <= int(found[3]) <= MAX_PORT:
+        return None
+    try:
+        ipaddress.IPv6Address(found[2]) if found[1] is None else ipaddress.IPv4Address(found[1])
+    except ValueError:
+        return None
+    return reported
 
 
 def format_drift(claims: Mapping[str, DriftClaim]) -> str | None:

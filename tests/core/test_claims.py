@@ -218,6 +218,14 @@ def test_of_drifts_the_largest_comes_first_and_is_large_above_a_quarter():
         ("https://192.0.2.7:8443/x\nhttps://", False),
         ("https://[" + 90 * ":" + "]:1/", False),
         (["https://192.0.2.7:8443/"], False),
+        ("https://192.0.2.7:1/", True),
+        ("https://[::ffff:192.0.2.7]:65535/", True),
+        ("https://192.0.2.7:65536/", False),
+        ("https://192.0.2.7:0/", False),
+        ("https://999.1.1.1:8443/", False),
+        ("https://192.0.2:8443/", False),
+        ("https://[::::]:1/", False),
+        ("https://[192.0.2.7]:8443/", False),
     ],
 )
 def test_a_label_page_is_an_ip_address_and_a_port_and_nothing_else(reported, is_right):
