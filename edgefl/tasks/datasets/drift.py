@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,7 +112,13 @@ def measure_joint_drift(
 
 
 def measure_feature_drift(
-    task: Task, model: Tensors, reference: Dataset, newer: Dataset, *, max_examples: int = MAX_JOINT_EXAMPLES
+    task: Task,
+    model: Tensors,
+    reference: Dataset,
+    newer: Dataset,
+    *,
+    max_examples: int = MAX_JOINT_EXAMPLES,
+    max_numbers: int = MAX_JOINT_NUMBERS,
 ) -> JointDrift:
     """Returns the drift of what the last layer of a model gets, on samples of at most so many examples.
 
@@ -124,22 +131,24 @@ def measure_feature_drift(
         reference: as of `measure_drift`.
         newer: likewise.
         max_examples: of each side.
+        max_numbers: of each side's features; of wide ones fewer examples are compared, 2 at least.
 
     Raises:
         ConfigError: the network cannot be cut before its last layer.
         TaskError, TensorError: the model is not one of the task.
         DataError: a side has no example.
     """
-    sides = list[Array]()
     for what, data in (("reference", reference), ("newer data", newer)):
         if not len(data):
             raise DataError(f"the {what} must have an example at least, it has none")
-        sides.append(_compute_features(task, model, _take_sample(data, max_examples)))
-    return _compare_samples(*sides)
+    compute = _load_features(task, model)
+    width = max(1, compute(reference.take(slice(1))).shape[1])
+    count = min(max_examples, max(2, max_numbers // width))
+    return _compare_samples(*(compute(_take_sample(data, count)) for data in (reference, newer)))
 
 
-def _compute_features(task: Task, model: Tensors, data: Dataset) -> Array:
-    """Returns what the last layer gets of examples, [n, size]."""
+def _load_features(task: Task, model: Tensors) -> Callable[[Dataset], Array]:
+    """Returns what computes from n examples what the last layer gets, [n, size]."""
     from edgefl.core.config import AdaptSection  # noqa: PLC0415 a device without it saves its memory
     from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner  # noqa: PLC0415 a board's start is light
     from edgefl.tasks.adaptation.parts import select_parts  # noqa: PLC0415 likewise
@@ -147,12 +156,18 @@ def _compute_features(task: Task, model: Tensors, data: Dataset) -> Array:
     learner, parts = task.learner(), select_parts(AdaptSection(method="head"), task.shapes())
     learner.load(model)
     base = {spec.name: np.asarray(model[spec.name]) for spec in parts.frozen}
-    found = AdaptedLearner(learner, parts, base).make_features(data)
-    if found is data or not isinstance(found.inputs, np.ndarray):
-        raise ConfigError(
-            f"task {task.name}: its network cannot be cut before its last layer, so there are no features to compare"
-        )
-    return found.inputs.reshape(len(data), -1)
+    adapted = AdaptedLearner(learner, parts, base)
+
+    def compute(data: Dataset) -> Array:
+        found = adapted.make_features(data)
+        if found is data or not isinstance(found.inputs, np.ndarray):
+            raise ConfigError(
+                f"task {task.name}: its network cannot be cut before its last layer, so there are no features to "
+                "compare"
+            )
+        return found.inputs.reshape(len(data), -1)
+
+    return compute
 
 
 def _compare_samples(reference: Array, newer: Array) -> JointDrift:

@@ -213,6 +213,15 @@ def test_the_drift_of_features_is_what_the_last_layer_sees_and_nothing_else():
     assert seen[0].mmd > 0.1
 
 
+def test_of_wide_features_fewer_examples_are_compared_and_never_fewer_than_two():
+    task, rng = make_seeing_task(hidden=1000), np.random.default_rng(9)
+    data = Dataset(inputs=rng.normal(size=(300, 2)).astype(np.float32), targets=np.zeros(300, int))
+    model = task.init(7)
+    assert measure_feature_drift(task, model, data, data, max_numbers=50_000).num_newer == 50
+    assert measure_feature_drift(task, model, data, data, max_numbers=10).num_reference == 2
+    assert measure_feature_drift(task, model, data, data, max_examples=20).num_reference == 20
+
+
 def test_features_need_a_hidden_layer_examples_and_the_tensors_of_the_task():
     data = Dataset(inputs=np.ones((3, 2), np.float32), targets=np.zeros(3, int))
     task = make_seeing_task(model="linear")
