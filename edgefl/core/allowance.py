@@ -140,7 +140,10 @@ class Allowance:
         return replace(self, window=first, run="", run_window=None)
 
     def is_within(self, former: Allowance | None) -> bool:
-        """Returns whether it has the same hours as one before, on the same clock, and no more of any budget, to `SAME_LEFT`."""
+        """Returns whether it has the same hours as one before, on the same clock, and no more of any budget.
+
+        A rise below `SAME_LEFT` does not count.
+        """
         if former is None or self.run != former.run:
             return False
         for name in ("window", "run_window"):

@@ -377,7 +377,12 @@ def stock_replies(_folder: Path) -> Reader:
         try:
             session, missing = state.add_reply(Message(metadata=metadata), tree)
             for name in missing:
-                state.add_object(run._run_id, session, name, contents[name])
+                state.add_object(
+                    REQUESTS["push-object"](
+                        node=Node(node_id=node_id), run_id=run._run_id, session_id=session, object_id=name,
+                        object_content=contents[name],
+                    )
+                )  # fmt: skip
         except FleetApiError as error:
             raise EdgeflError(str(error)) from None
         (answer,) = replies
