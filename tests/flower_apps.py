@@ -19,8 +19,8 @@ from flwr.serverapp import Grid
 
 from edgefl.flower.app_folder import AppFolder
 from edgefl.flower.app_job import PATH_KEYS, load_component
-from edgefl.flower.server_process import run_app
 from edgefl.flower.internals import ensure_identity
+from edgefl.flower.server_process import run_app
 from edgefl.simulation.local_fleet import LocalFleet
 
 PROJECT = """[project]

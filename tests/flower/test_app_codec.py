@@ -11,8 +11,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.flower.app_codec import ChangeCodec
 from edgefl.flower.app_messages import decode_message, encode_message, read_metrics
-from edgefl.flower.server_process import ProcessGrid
 from edgefl.flower.internals import ensure_identity
+from edgefl.flower.server_process import ProcessGrid
 from edgefl.system.process_messages import write_message
 
 RNG = np.random.default_rng(3)
