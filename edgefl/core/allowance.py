@@ -142,11 +142,7 @@ class Allowance:
     def is_within(self, former: Allowance | None) -> bool:
         """Returns whether it has the same hours as one before, on the same clock, and no more of any budget.
 
-        <<<<<<< HEAD
-        A rise below `SAME_LEFT` does not count.
-        =======
         More by up to `SAME_LEFT` is no more.
-        >>>>>>> 6aa0c1a0 (Wrap a line)
         """
         if former is None or self.run != former.run:
             return False
