@@ -60,11 +60,14 @@ class Availability:
             "unknown": len(self.unknown) + len(self.unasked),
         }
 
-    def list_warnings(self) -> list[str]:
-        """Returns a line about boards that did not answer, and one about those not asked; none where all have."""
+    def list_warnings(self, unknown: str = "they would be free now") -> list[str]:
+        """Returns a line about boards that did not answer, and one about those not asked; none where all have.
+
+        `unknown` is what is not known of them.
+        """
         num_asked = len(self.free) + len(self.blocked) + len(self.unknown)
         return [
-            f"whether they would be free now is not known, as {why}: {_list_names(names)}"
+            f"whether {unknown} is not known, as {why}: {_list_names(names)}"
             for names, why in ((self.unknown, "they did not answer"), (self.unasked, f"only {num_asked} were asked"))
             if names
         ]

@@ -192,6 +192,8 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     if availability is not None and CONDITIONS_KEY in run.header:
         totals["warnings"] += availability.list_warnings()
         totals["conditions"] = availability.to_json()
+    elif availability is not None:
+        totals["warnings"] += availability.list_warnings("their connection is metered")
     return {
         **totals,
         "obstacle": _find_obstacle(run.config, rows, has_instructions=bool(instructions)),
