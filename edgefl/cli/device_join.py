@@ -411,6 +411,7 @@ def _save_reference(state: Any, task: str, reference: str) -> None:
     state.update(drift_references=others if reference == NO_LIMIT else {**others, task: reference})
     for path in list_reference_paths(state.root, task):
         path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)  # what was told of features
     what = {NO_LIMIT: "nothing", FIRST_DATA: "that of its next work"}.get(reference, reference)
     click.echo(f"{state.device_id} compares new data of {task} with {what}")
 

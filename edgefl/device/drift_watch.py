@@ -39,6 +39,8 @@ MAX_JOINT_EXAMPLES, MAX_JOINT_NUMBERS = 250, 250_000
 FORMAT_VERSION = 1
 TaskModel = tuple[Task, Tensors]
 """A task, and all tensors of a model of it."""
+FindModel = Callable[[str, Mapping[str, Scalar]], TaskModel | None]
+"""Returns the model of a task with these options by which features are computed; None while there is none."""
 UNLABELLED = "unlabelled"
 """Name of the array that says which examples have no label; left out where all have one."""
 
@@ -115,7 +117,7 @@ class DriftWatch:
         shards: Mapping[str, str],
         *,
         without: Collection[str] = (),
-        find_model: Callable[[str], TaskModel | None] = lambda _: None,
+        find_model: FindModel | None = None,
     ) -> Json:
         """Returns by task the largest drift of a column, that of all at once, and that of a model's features.
 
@@ -126,7 +128,8 @@ class DriftWatch:
         Args:
             shards: task -> path.
             without: tasks to leave out.
-            find_model: returns the model by which features of a task are computed; None where there is none.
+            find_model: finds what features are computed by; None where none may be told. While it finds nothing,
+                such as after a restart, the features of before are told again if the samples are the same.
         """
         drifts: Json = {}
         for name, source in self._get_references().items():
@@ -149,7 +152,7 @@ class DriftWatch:
         name: str,
         reference: DriftReference,
         data: Dataset,
-        find_model: Callable[[str], TaskModel | None],
+        find_model: FindModel | None,
     ) -> Json | None:
         from edgefl.tasks.datasets import drift  # noqa: PLC0415 boards without it need not have it loaded
 
@@ -168,10 +171,33 @@ class DriftWatch:
             "ks": _round(largest.ks),
             "mmd": _round(joint.mmd),
             "p_value": _round(joint.p_value),
-            **_compare_features(find_model(name), reference.sample, newer),
+            **({} if find_model is None else self._compare_features(name, reference, newer, find_model)),
             "num_reference": reference.num_examples,
             "num_newer": len(data) - first_row,
         }
+
+    def _compare_features(self, name: str, reference: DriftReference, newer: Dataset, find_model: FindModel) -> Json:
+        """Returns the drift of what the last layer of a model gets; nothing where that cannot be computed."""
+        from edgefl.tasks.datasets.drift import measure_feature_drift  # noqa: PLC0415 as above
+
+        path, samples = get_features_path(self._folder, name), _hash_samples(reference, newer)
+        if (model := find_model(name, reference.options)) is None:
+            return _read_features(path, samples)
+        try:
+            found = measure_feature_drift(
+                *model, reference.sample, newer, max_examples=MAX_JOINT_EXAMPLES, max_numbers=MAX_JOINT_NUMBERS
+            )
+        except Exception as error:  # noqa: BLE001 a custom network may raise anything; the columns are compared all the same
+            log.info("the features of task %s are not compared: %s", name, error)
+            return {}
+        if found.mmd is None:
+            return {}
+        features = {"feature_mmd": _round(found.mmd), "feature_p_value": _round(found.p_value)}
+        try:
+            write_atomic(path, json.dumps({"v": FORMAT_VERSION, "samples": samples, **features}).encode())
+        except EdgeflError as error:
+            log.warning("the drift of the features of task %s is lost at a restart: %s", name, error)
+        return features
 
     def _load(self, name: str) -> DriftReference | None:
         """Returns a reference; None where there is none or it is damaged, so that the next work makes it anew."""
@@ -185,25 +211,34 @@ class DriftWatch:
             return None
 
 
-def _compare_features(model: TaskModel | None, reference: Dataset, newer: Dataset) -> Json:
-    """Returns the drift of what the last layer of a model gets; nothing where that cannot be computed."""
-    from edgefl.tasks.datasets.drift import measure_feature_drift  # noqa: PLC0415 as above
-
-    if model is None:
-        return {}
-    try:
-        found = measure_feature_drift(*model, reference, newer, max_examples=MAX_JOINT_EXAMPLES)
-    except Exception as error:  # noqa: BLE001 a custom network may raise anything; the columns are compared all the same
-        log.info("the features of task %s are not compared: %s", model[0].name, error)
-        return {}
-    if found.mmd is None:
-        return {}
-    return {"feature_mmd": _round(found.mmd), "feature_p_value": _round(found.p_value)}
-
-
 def get_reference_path(folder: Path, name: str) -> Path:
     """Returns where the reference of a task lies; its name may hold any character."""
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"
+
+
+def get_features_path(folder: Path, name: str) -> Path:
+    """Returns where the drift of a task's features lies, so that it is told again after a restart."""
+    return get_reference_path(folder, name).with_suffix(".json")
+
+
+def _hash_samples(reference: DriftReference, newer: Dataset) -> str:
+    """Returns a hash of what is compared: both samples, and the options with which they were read."""
+    digest = hashlib.sha256(json.dumps(dict(reference.options), sort_keys=True).encode())
+    for inputs in (reference.sample.inputs, newer.inputs):
+        digest.update(f"{inputs.dtype.str} {inputs.shape}".encode())
+        digest.update(np.ascontiguousarray(inputs).tobytes())
+    return digest.hexdigest()
+
+
+def _read_features(path: Path, samples: str) -> Json:
+    """Returns the drift of features that was told of these samples before; nothing where there is none."""
+    try:
+        kept = parse_json(path.read_bytes())
+        features = {name: kept[name] for name in ("feature_mmd", "feature_p_value")}
+        is_right = kept["v"] == FORMAT_VERSION and all(isinstance(value, float) for value in features.values())
+        return features if is_right and kept["samples"] == samples else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def list_reference_paths(root: Path, name: str) -> list[Path]:

@@ -117,7 +117,7 @@ def render_curves(
                     **_make_reference_style(number),
                 )
         row[0].set_ylabel(metric.label)
-        _set_y_scale(row[0], series, metric)
+        _set_y_scale(row[0], (*series, *references), metric)
     for panel, axis in zip(grid[-1], axes, strict=True):
         panel.set_xlabel(_get_x_axis(series, axis)[1])
     entries = _make_run_entries(series) | {

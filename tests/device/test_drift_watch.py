@@ -1,5 +1,6 @@
 """A board's newest data against that of its first work."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,7 +43,7 @@ def board(tmp_path):
 
     return SimpleNamespace(
         shard=shard, shards=shards, references=references, cache=cache, work=work, append=append,
-        folder=tmp_path / "drift", kept=get_reference_path(tmp_path / "drift", "table"),
+        watch=watch, folder=tmp_path / "drift", kept=get_reference_path(tmp_path / "drift", "table"),
     )  # fmt: skip
 
 
@@ -94,7 +95,20 @@ def test_features_of_the_model_that_works_are_compared_and_none_before_its_work(
     assert unseen["feature_p_value"] > 0.01, "which the model does not look at"
     assert seen["feature_p_value"] == 1 / 500
     assert seen["feature_mmd"] > 0.1
-    assert "feature_mmd" not in board.cache.measure_drift(is_idle=False)["table"], "its learner is at work"
+    options = {**RUNNING, "hidden": 16}
+    of_others = board.cache.get("table", options)
+    of_others.has_model = True
+    assert compare(4, speed=8.0) == seen, "by the model of the reference's options"
+    again = TaskCache(lambda: board.shards, accelerator="cpu", threads=1, drift=board.watch)
+    assert again.measure_drift()["table"] == seen, "told again after a restart"
+    assert "feature_mmd" not in again.measure_drift(has_features=False)["table"]
+    board.append(make_rows(10, seed=9))
+    assert "feature_mmd" not in again.measure_drift()["table"], "of other data nothing is known"
+    lock = threading.Lock()
+    with lock:
+        assert "feature_mmd" not in board.cache.measure_drift(training_lock=lock)["table"], "its learner is at work"
+    assert "feature_mmd" in board.cache.measure_drift(training_lock=lock)["table"]
+    assert not lock.locked()
 
 
 def test_features_of_a_run_of_adapters_are_those_of_the_base_with_them(board):

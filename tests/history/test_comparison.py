@@ -61,6 +61,15 @@ def test_a_reference_is_a_dotted_line_at_its_newest_value_and_in_the_legend(seri
         comparison.render_curves([alone], ("accuracy",), AXES, references=[series("blind", accuracies={})])
 
 
+def test_a_reference_far_from_the_curves_makes_the_scale_logarithmic(series):
+    run, near, far = series("a"), series("near", accuracies={1: 0.5}), series("far", accuracies={1: 1.9999})
+    scales = [
+        comparison.render_curves([run], ("loss",), ("rounds",), references=[alone]).axes[0].get_yscale()
+        for alone in (near, far)
+    ]
+    assert scales == ["linear", "log"]
+
+
 def test_consensus_errors_are_logarithmic_and_equal_models_leave_a_gap(series):
     figure = comparison.render_curves([series("a", [0.4, 0.0, 0.1])], ("disagreement",), ("rounds", "time"))
     assert [panel.get_yscale() for panel in figure.axes] == ["log", "log"]

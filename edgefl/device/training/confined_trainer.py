@@ -227,8 +227,12 @@ class ConfiningTrainer(DeviceTrainer):
     def measure_drift(self) -> Json:
         confined_tasks = self._list_confined_tasks()
         drifts = self._measure_drift(confined_tasks)
-        of_processes = {name: self._describe(name).get("drift") for name in confined_tasks}
-        return drifts | {name: drift for name, drift in of_processes.items() if drift is not None}
+        for name in confined_tasks:
+            if (drift := self._describe(name).get("drift")) is not None:
+                # A process does not know of the owner's limits.
+                is_free = not self.refuses_nodes
+                drifts[name] = {key: drift[key] for key in drift if is_free or not key.startswith("feature_")}
+        return drifts
 
     def read_task_traits(self, name: str) -> TaskTraits:
         """Returns what a task (TASK or TASK/MODEL) needs; raises as `make_task`."""

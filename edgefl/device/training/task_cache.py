@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -326,20 +327,41 @@ class TaskCache:
                 counts[name] = inspect_shard(name, path).num_examples
         return counts
 
-    def measure_drift(self, *, without: Collection[str] = (), is_idle: bool = True) -> Json:
+    def measure_drift(
+        self,
+        *,
+        without: Collection[str] = (),
+        training_lock: threading.Lock | None = None,
+        has_features: bool = True,
+    ) -> Json:
         """Returns how far the data has moved, by task, as `DriftWatch.measure`.
 
-        Features are those of the model that a task's learner holds, unless that is at work (`is_idle`).
+        Features are those of the model that a task's learner holds, unless that is at work.
+
+        Args:
+            without: tasks to leave out.
+            training_lock: held by who works with a learner; taken while a model is read, and at no other time.
+            has_features: whether features are compared.
         """
         if self._drift is None:
             return {}
-        find_model = self._find_model if is_idle else (lambda _: None)
-        return self._drift.measure(self._shards(), without=without, find_model=find_model)
 
-    def _find_model(self, name: str) -> TaskModel | None:
+        def find_model(name: str, options: Mapping[str, Scalar]) -> TaskModel | None:
+            if training_lock is None:
+                return self._find_model(name, options)
+            if not training_lock.acquire(blocking=False):
+                return None
+            try:
+                return self._find_model(name, options)
+            finally:
+                training_lock.release()
+
+        return self._drift.measure(self._shards(), without=without, find_model=find_model if has_features else None)
+
+    def _find_model(self, name: str, options: Mapping[str, Scalar]) -> TaskModel | None:
         """Returns the task and the whole model with which this board worked last; None where it did not."""
         for cached_task in reversed(self._cached.values()):
-            if cached_task.name == name and cached_task.has_model:
+            if cached_task.name == name and cached_task.options == options and cached_task.has_model:
                 task, model = cached_task.task, cached_task.learner.read()
                 return (task.inner, task.merge(model)) if isinstance(task, AdaptedTask) else (task, model)
         return None

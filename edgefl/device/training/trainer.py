@@ -315,12 +315,11 @@ class DeviceTrainer:
         return self._measure_drift()
 
     def _measure_drift(self, without: Collection[str] = ()) -> Json:
-        is_idle = self._training_lock.acquire(blocking=False)
-        try:
-            return self._task_cache.measure_drift(without=without, is_idle=is_idle)
-        finally:
-            if is_idle:
-                self._training_lock.release()
+        # What the model makes of the examples has no noise and no mask, and the coordinator chose the model.
+        has_features = self._get_max_epsilon() is None and not self._get_only_masked()
+        return self._task_cache.measure_drift(
+            without=without, training_lock=self._training_lock, has_features=has_features
+        )
 
     def list_blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard, by task; others are omitted."""
