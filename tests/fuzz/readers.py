@@ -439,6 +439,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "coordinator/execution/site_records.py:load_content": "own state, with a digest; its tests damage it",
         "tasks/datasets/parquet_files.py:_to_array": "what pyarrow has decoded, as long as it says",
         "device/flower/supernode.py:RequestSigner.__init__": "the own private key",
+        "device/drift_watch.py:_read_features": "own state, a pair of numbers; whatever else is there counts as none",
         "core/secure_aggregation/keys.py:CertificateIdentity.__init__": "the own certificate, and the fleet's",
         "core/secure_aggregation/keys.py:add_mask": "the own key stream, of whole words",
         "device/secure_worker.py:SecureWorker._send_update": "words of the own trainer; others are a `ValueError`",
