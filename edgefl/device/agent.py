@@ -15,7 +15,7 @@ import uuid
 from functools import partial
 
 from edgefl import __version__
-from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
+from edgefl.core.conditions import DOWNLOAD, Blocker, ConditionsEndedError, format_blocker
 from edgefl.core.errors import ClonedError, NetworkError, StoreError
 from edgefl.core.extensions import refuse_extensions
 from edgefl.core.protocol import CONDITIONS_KEY, HEARTBEAT_S, POLL_S, Command, ProgressReport
@@ -376,8 +376,9 @@ class Agent:
             self._wake_up.notify()
         # A node of one run goes on while another's conditions do not hold.
         run = self._trainer.node_run
+        of_node = self._gate.find_run_blocker(run)  # DOWNLOAD ends no work under way
         is_own = blocker is not None and (not run or blocker.run in {"", run})
-        if is_own or self._gate.find_run_blocker(run) is not None:
+        if any(found is not None and found.kind != DOWNLOAD for found in (blocker if is_own else None, of_node)):
             self._trainer.pause()  # each time: a node of a graph may have started since
         return blocker
 

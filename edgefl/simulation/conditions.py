@@ -194,16 +194,17 @@ class SimulatedConditions:
         allowance = self._gate.find_allowance()
         return None if allowance is None else allowance.select_run(RUN_ID).shift(self._clock())
 
-    def charge_download(self, num_bytes: int, *, needs_base: bool = False) -> None:
-        """Charges a model before its download, with its base where it needs that.
+    def charge_download(self, num_bytes: int, *, base_bytes: int = 0) -> None:
+        """Charges a model before its download, and of its bytes those of its base as a file.
 
         Raises:
             ConditionsEndedError: the board may not work now, or its budgets have no room.
         """
         if (blocker := self.find_blocker()) is not None:
             raise ConditionsEndedError(blocker.reason, blocker)
-        charge = self._gate.charge_file if needs_base else self._gate.charge_traffic
-        charge(num_bytes)
+        self._gate.charge_traffic(num_bytes - base_bytes)
+        if base_bytes:
+            self._gate.charge_file(base_bytes)
 
     def start_work(self, first_bytes: int) -> None:
         """Begins a work of training; raises as `charge_download`, also where its update would not fit.

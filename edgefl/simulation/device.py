@@ -36,6 +36,7 @@ class InFlightWork:
         iteration_times: nominal seconds by iteration, once sampled.
         started_s, due_s: start and end of computing.
         download_bytes: size of the model's download.
+        base_bytes: of it, those of the base.
         received_s, finished_s: end of the download, start of the upload.
         reported_s: time of the last progress report.
         result: its result, during the upload.
@@ -54,6 +55,7 @@ class InFlightWork:
     job: TrainingJob
     dispatched_s: float
     download_bytes: int = 0
+    base_bytes: int = 0
     max_iterations: int | None = None
     iteration_times: IterationTimes | None = None
     started_s: float = 0.0

@@ -45,7 +45,7 @@ MAX_CONSECUTIVE_LOSSES = 1000
 """Number of instructions lost in a row, and 20 per device, after which the run fails: no device is in time."""
 
 MAX_BLOCKED_S = 62 * 86_400.0
-"""Virtual time without any event after which the run fails: every budget of a month has begun anew meanwhile."""
+"""Virtual time without work or result after which the run fails: every budget of a month has begun anew meanwhile."""
 
 
 class ChurnSimulator:
@@ -293,7 +293,8 @@ class SimulatedFleet:
 
     def _publish(self, event: Event) -> None:
         self._events.append(event)
-        self._last_event_s = self.now_s
+        if not isinstance(event, DeviceAvailable):  # a board that allows more each day may never get any work
+            self._last_event_s = self.now_s
         if isinstance(event, Update):
             self._num_lost = 0
         elif isinstance(event, InstructionFailed) and event.outcome == UpdateStatus.LOST:
@@ -312,13 +313,14 @@ class SimulatedFleet:
         if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
             return
-        needs_base = self._downlink.needs_base(board.device_id)
+        base_bytes = self._downlink.count_base_bytes(board.device_id)
         if instruction.plan.node is None and not instruction.plan.messages and instruction.sends_model:
             num_bytes = self._downlink.start_download(board, provider)
         else:
             num_bytes = self._downlink.count_peer_download_bytes(instruction, provider)
         model = self._downlink.get_global_model(provider)
-        self._lifecycle.dispatch(instruction, board, model, num_bytes, needs_base=needs_base)
+        self._last_event_s = self.now_s
+        self._lifecycle.dispatch(instruction, board, model, num_bytes, base_bytes=base_bytes)
 
     def _reject(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         if isinstance(instruction, TrainInstruction):

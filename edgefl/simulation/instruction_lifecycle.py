@@ -8,6 +8,7 @@ from edgefl.core.clusters import CLUSTER_FIGURE
 from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
 from edgefl.core.errors import DataError, SecureAggregationError
 from edgefl.core.types import (
+    BASE_BYTE_KEY,
     EPSILON,
     EvaluateInstruction,
     Event,
@@ -82,7 +83,7 @@ class InstructionLifecycle:
         model: EncodedModel,
         num_bytes: int,
         *,
-        needs_base: bool = False,
+        base_bytes: int = 0,
     ) -> None:
         """Sends an instruction and a model of `num_bytes` to a device, its base included where it needs that."""
         now_s = self._event_queue.now_s
@@ -93,6 +94,7 @@ class InstructionLifecycle:
             job=TrainingJob(instruction=make_training_instruction(instruction), model=model),
             dispatched_s=now_s,
             download_bytes=num_bytes,
+            base_bytes=base_bytes,
         )
         self._in_flight[instruction.assignment_id] = work
         self._state.assign(instruction)
@@ -108,9 +110,9 @@ class InstructionLifecycle:
             self._groups.join(work, collective)
         if device.conditions is not None:
             try:
-                device.conditions.charge_download(num_bytes, needs_base=needs_base)
+                device.conditions.charge_download(num_bytes, base_bytes=base_bytes)
             except ConditionsEndedError as error:
-                if needs_base:
+                if base_bytes:
                     self._downlink.cancel_base_download(device.device_id)
                 self._groups.break_later(instruction)
                 at_s = now_s + device.compute_latency_s(now_s)
@@ -190,7 +192,7 @@ class InstructionLifecycle:
         if conditions is None:
             return True
         is_dense = (work.instruction.codec or "dense") == "dense"  # the update is as large as the model
-        first_bytes = work.download_bytes if is_dense else 0
+        first_bytes = work.download_bytes - work.base_bytes if is_dense else 0
         return self._goes_on(work, lambda: conditions.start_work(first_bytes))
 
     def _start_training(self, work: InFlightWork) -> None:
@@ -337,6 +339,7 @@ class InstructionLifecycle:
             bytes_down=work.download_bytes + result.exchanged_bytes[1],
             extra={
                 **work.extra,
+                **({BASE_BYTE_KEY: float(work.base_bytes)} if work.base_bytes else {}),
                 **({} if result.cluster is None else {CLUSTER_FIGURE: float(result.cluster)}),
                 **({} if result.epsilon is None else {EPSILON: result.epsilon}),
             },

@@ -232,9 +232,9 @@ class SimulatedDownlink:
         base = self._start_base_download(device.device_id) if self._base_bytes else 0
         return (whole if delta is None else delta) + base
 
-    def needs_base(self, device_id: str) -> bool:
-        """Returns whether a device gets the base with its next model."""
-        return self._base_bytes > 0 and device_id not in self._with_base
+    def count_base_bytes(self, device_id: str) -> int:
+        """Returns the bytes of the base that a device gets with its next model; 0 where it has it."""
+        return 0 if device_id in self._with_base else self._base_bytes
 
     def cancel_base_download(self, device_id: str) -> None:
         """Notes that a device got no base, as its conditions did not allow the download."""

@@ -252,6 +252,13 @@ def test_a_run_that_no_board_is_ever_free_for_fails_and_says_why(simulate, caplo
 
 
 @pytest.mark.timeout(60)
+def test_a_run_of_which_no_work_ever_fits_into_the_hours_ends(simulate):
+    hour = f'[profile.hour]\n{LINKS}[profile.hour.conditions]\nhours = ["22:00-23:00"]\n'
+    with pytest.raises(RunFailedError, match=r"hours and budgets .*hold no work"):
+        simulate(hour, ["hour"], rounds=1, seconds=None, strategy={"seconds": 7200})
+
+
+@pytest.mark.timeout(60)
 def test_a_run_whose_boards_stay_away_ends(simulate):
     with pytest.raises(RunFailedError, match=r"nothing happens any more at .* 0 of 1 devices are there"):
         simulate(

@@ -414,7 +414,7 @@ def test_more_that_a_device_allows_is_told_and_less_is_known_all_the_same(fleet)
 
     fleet.say("pi")
     fleet.take()
-    assert [report(1, 5_000_000), report(2, 5_000_000), report(3, 4_000_000), report(4, 4_000_001)] == [1, 0, 0, 1]
+    assert [report(1, 5_000_000), report(2, 5_000_000), report(3, 4_000_000), report(4, 4_100_001)] == [1, 0, 0, 1]
     fleet.now_s = 1000.0
     assert [report(5, 4_000_000, 2600), report(6, 4_000_000, 3600)] == [0, 1]
     allowance = fleet.registry.get_allowance("pi", "r-1", 77.0)
