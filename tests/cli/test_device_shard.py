@@ -53,7 +53,7 @@ def test_what_lies_in_a_shard_of_rows_and_of_files_is_shown(run, tmp_path):
     assert run("device", "shard", "show", tmp_path).code == 40
 
 
-def test_the_newest_pictures_of_each_class_are_on_one_sheet_that_only_its_owner_may_read(run, tmp_path):
+def test_the_newest_pictures_of_each_class_are_on_one_sheet_that_only_its_owner_may_read(run, tmp_path, monkeypatch):
     pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install -e '.[pictures]'")
     folder, sheet = tmp_path / "birds", tmp_path / "sheet.png"
     with open_file_store(folder, LIMITS, "oldest") as store:
@@ -70,6 +70,8 @@ def test_the_newest_pictures_of_each_class_are_on_one_sheet_that_only_its_owner_
         assert picture.size == (8 * 96, 2 * (96 + 16))
         rows = [[picture.getpixel((column * 96 + 48, row * 112 + 60))[0] for column in range(8)] for row in (0, 1)]
     assert rows == [[60] + [255] * 7, list(range(209, 201, -1))]
+    monkeypatch.setattr("edgefl.device.collect.shard_contents.MAX_PICTURE_CLASSES", 1)
+    assert f"1 pictures of {folder}" in run("device", "shard", "show", folder, "--pictures", sheet).out
     for name, reason in (("sheet.jpg", "ends in .png"), ("none/sheet.png", "cannot be written: No such file")):
         failed = run("device", "shard", "show", folder, "--pictures", tmp_path / name)
         assert (failed.code, reason in failed.err) == (2, True)

@@ -30,6 +30,8 @@ MAX_COMPARED = 20_000
 DAY_S = 86_400.0
 NUM_PICTURES, PICTURE_PIXELS, TEXT_PIXELS = 8, 96, 16
 """Of a class on a sheet of pictures, and heights of a picture and of a line of text."""
+MAX_PICTURE_CLASSES = 100
+"""On a sheet, the first by name: more would take a board's memory."""
 _HIDDEN = frozenset({"span", "check"})
 _EVERYTHING = ForgetRequest(since_s=0.0, until_s=math.inf)
 
@@ -86,7 +88,7 @@ def read_contents(folder: Path) -> ShardContents:
 def write_picture_sheet(folder: Path, path: Path) -> int:
     """Writes the newest pictures of each class as one PNG, a row for each class, that only its owner may read.
 
-    A file that is no picture, or damaged, is left out.
+    A file that is no picture, or damaged, is left out, and classes beyond `MAX_PICTURE_CLASSES`.
 
     Returns:
         the number of pictures.
@@ -113,6 +115,8 @@ def write_picture_sheet(folder: Path, path: Path) -> int:
                 rows.setdefault(label, []).append(pillow.fromarray(pixels))
             if len(rows.get(label, ())) == NUM_PICTURES:
                 break
+        if len(rows) == MAX_PICTURE_CLASSES:
+            break
     if not rows:
         raise DataError(f"{folder} has no picture")
     height = PICTURE_PIXELS + TEXT_PIXELS
