@@ -100,6 +100,12 @@ def test_a_board_gets_fewer_bytes_while_its_connection_is_metered(simulated, str
         ),
         ({"up": "fp16", "metered": "nonsense"}, "fedavg", CodecError, "compression.metered: unknown stage"),
         ({"up": "fp16", "metered": "ef|int8"}, "fedavg", CodecError, "it and up both begin with ef"),
+        (
+            {"up": "auto", "metered": "fp16"},
+            "fedavg",
+            CodecError,
+            "^compression.metered: it and up both begin with ef",
+        ),
         ({"up": "fp16", "metered": "int8"}, "redundant", ConfigError, "got 'int8': all copies of a block"),
         ({"metered": "int8"}, "adacomp", ConfigError, "left out with strategy adacomp, .* a codec of its own"),
         ({"metered": "int8"}, "dsgd", ConfigError, "nodes of a graph need one codec"),

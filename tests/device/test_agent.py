@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from peer_boards import eventually
 
-from edgefl.core.conditions import ConditionsEndedError
+from edgefl.core.conditions import DOWNLOAD, Blocker, ConditionsEndedError
 from edgefl.core.errors import NetworkError
 from edgefl.device.agent import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Agent
 from edgefl.device.commands import WakeUpSignal
@@ -132,6 +132,16 @@ def test_a_node_stops_by_the_conditions_of_its_own_run_and_by_no_others(state, m
     assert (agent._check_conditions(), calls) == (None, ["pause"])
     save_pause(state.root, None, Clocks(boot_id=""))
     assert (agent._check_conditions().run, calls) == ("", ["pause"] * 2)
+
+
+def test_a_node_goes_on_while_a_link_only_keeps_new_work_away(state, monkeypatch):
+    agent, calls = Agent(state), []
+    monkeypatch.setattr(type(agent._trainer), "node_run", "r-1")
+    agent._trainer.pause = lambda: calls.append("pause")
+    monkeypatch.setattr(
+        agent._gate, "find_run_blocker", lambda run="r-1": Blocker(kind=DOWNLOAD, reason="metered", run=run)
+    )
+    assert (agent._check_conditions().kind, calls) == (DOWNLOAD, [])
 
 
 class Bell(WakeUpSignal):
