@@ -303,7 +303,10 @@ def build_example(**sections):
         ({"selection": {"rule": "utility"}, "devices": {"count": 2}}, "selection.rule must be .uniform."),
         ({"strategy": {"micro_batch_size": 8}}, "does not go with micro_batch_size"),
         ({"strategy": {"max_gradient_norm": 1.0}}, "does not go with max_gradient_norm"),
-        ({"task": {"model": "cnn"}, "run": {"task": "mnist"}, "strategy": {"precision": "bfloat16"}}, "with precision"),
+        (
+            {"task": {"model": "cnn"}, "run": {"task": "mnist"}, "strategy": {"precision": "bfloat16"}},
+            "with precision",
+        ),
         ({"run": {"backend": "onnx"}}, 'run.backend must be "torch" .*got "onnx"'),
         ({"run": {"rounds": None, "seconds": 60.0}}, "privacy.noise is missing: give it, or run.rounds"),
         ({"privacy": {"noise": 0.05}}, "privacy.noise must be a number at least 0.1"),
