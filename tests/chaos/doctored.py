@@ -121,15 +121,13 @@ def _keep_journals(kept: Path) -> None:
 
 
 def _note_answers(notes: Path) -> None:
-    from edgefl.core.protocol import FIELD_BYTES, FIELD_JSON, RECORD_BODY, RECORD_HEADER  # noqa: PLC0415 likewise
     from edgefl.device.flower import supernode  # noqa: PLC0415 see `main`
 
     log = os.open(notes / "answers", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     push = supernode.SuperNode.push
 
     def noted(self: Any, reply: Any) -> None:
-        header = json.loads(str(reply.content[RECORD_HEADER][FIELD_JSON]))
-        body = reply.content[RECORD_BODY][FIELD_BYTES]
+        header, body = json.loads(reply.header), reply.body
         if not body:  # a failure, scores, or a word at the door
             push(self, reply)
             return
