@@ -246,11 +246,12 @@ def make_codec_selector(sizes: Mapping[str, int], metered_spec: str | None = Non
     with_feedback = [spec for spec in every if has_error_feedback(spec)]
     if with_feedback and len(with_feedback) < len(every):
         without = next(spec for spec in every if spec not in with_feedback)
-        whose = (
-            "auto: all of its codecs begin" if metered_spec is None else "compression.metered: it and up both begin"
+        rule = (
+            "auto: all of its codecs begin with ef| or none does"
+            if metered_spec is None
+            else "it and up both begin with ef| or neither does"
         )
-        none = "none does" if metered_spec is None else "neither does"
-        raise CodecError(f"{whose} with ef| or {none}, got {with_feedback[0]} and {without}")
+        raise CodecError(f"{rule}, got {with_feedback[0]} and {without}")
     estimates = LinkEstimates(sizes=[float(sizes[spec]) for spec in specs])
     smallest = _find_smallest(estimates.sizes)
     return CodecSelector(specs=specs, link_estimates=estimates, metered_spec=metered_spec, smallest=smallest)

@@ -122,8 +122,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
     shapes = tuple(spec for spec in shapes_on_board if spec.shared)
     split = None if config.split.after is None else make_split_model(config, task)
     trained = shapes if split is None else split.front
-    with name_codec_errors("compression.up"):
-        up, codecs = _make_uplink_codec(config, trained)
+    up, codecs = _make_uplink_codec(config, trained)
     if config.aggregation.is_collective:
         check_collective(config)
     strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
@@ -273,20 +272,25 @@ def _parse_downlink(config: RunConfig) -> tuple[bool, str]:
 
 def _make_uplink_codec(config: RunConfig, shapes: ModelSpec) -> tuple[str, CodecSelector | None]:
     """Returns the uplink codec, and the codec selector where the run file says `auto`, or `metered`."""
-    up, metered, layers = config.compression.up, config.compression.metered, config.compression.layers
-    candidates = parse_auto_candidates(up)
-    if metered is not None:
-        with name_codec_errors("compression.metered"):
+    metered, layers = config.compression.metered, config.compression.layers
+    with name_codec_errors("compression.metered"):
+        if metered is not None:
             if parse_auto_candidates(metered) is not None:
                 raise CodecError(f"it must be one codec, got {metered!r}")
             metered = format_with_layers(metered, layers)
             make_codec(metered, shapes)
-    if candidates is None:
-        up = format_with_layers(up, layers)
-        make_codec(up, shapes)
-        return up, None if metered is None else make_codec_selector({up: 1}, metered)
-    specs = [format_with_layers(spec, layers) for spec in candidates]
-    codecs = make_codec_selector({spec: compute_expected_bytes(spec, shapes) for spec in specs}, metered)
+    with name_codec_errors("compression.up"):
+        candidates = parse_auto_candidates(config.compression.up)
+        specs = [format_with_layers(spec, layers) for spec in candidates or (config.compression.up,)]
+        if candidates is None:
+            make_codec(specs[0], shapes)
+            sizes = {specs[0]: 1}
+        else:
+            sizes = {spec: compute_expected_bytes(spec, shapes) for spec in specs}
+    if candidates is None and metered is None:
+        return specs[0], None
+    with name_codec_errors("compression.up" if metered is None else "compression.metered"):
+        codecs = make_codec_selector(sizes, metered)
     return codecs.specs[0], codecs
 
 

@@ -33,8 +33,6 @@ def name_codec_errors(setting: str) -> Iterator[None]:
     try:
         yield
     except CodecError as error:
-        if str(error).startswith("compression."):  # it names another setting
-            raise
         raise CodecError(f"{setting}: {error}") from None
 
 
