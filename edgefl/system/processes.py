@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -397,18 +397,21 @@ def map_large_blocks() -> None:
     For work that is done once, such as the loading of a graph, where blocks of many sizes would leave gaps in the
     heap: 10 MB for a network of 1.7 MB. Work that is repeated would get new pages, filled with zeros, each time.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such option
+    _set_heap_options({_M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES})
+
+
+def _set_heap_options(values: Mapping[int, int]) -> None:
+    """Sets options of the C library's heap by number; other libraries than glibc have none."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        for option, value in values.items():
+            set_option(option, value)
 
 
 def reuse_large_blocks() -> None:
     """Ends `map_large_blocks`, and gives back what is free in the heap until now."""
-    library = ctypes.CDLL(None)
-    set_option, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-    if trim is not None:
+    _set_heap_options({_M_MMAP_THRESHOLD: MMAP_THRESHOLD_BYTES})
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(ctypes.c_size_t(0))
 
 
@@ -445,11 +448,9 @@ def reduce_memory() -> None:
     a round is kept for the next one, up to a limit: with a model of 1 MB the kernel filled 5.7 MB of new pages with
     zeros in every round.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such option
-    if set_option is not None:
-        set_option(_M_ARENA_MAX, 1)
-        set_option(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
-        set_option(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    _set_heap_options(
+        {_M_ARENA_MAX: 1, _M_TRIM_THRESHOLD: TRIM_THRESHOLD_BYTES, _M_MMAP_THRESHOLD: MMAP_THRESHOLD_BYTES}
+    )
     for name, value in ARROW_MEMORY_OPTIONS.items():
         os.environ.setdefault(name, value)
     for name in BLOCKED_MODULES:
