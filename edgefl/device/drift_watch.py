@@ -22,7 +22,7 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Dataset, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.datasets.array_files import read_npz
-from edgefl.tasks.datasets.shards import load_task_data
+from edgefl.tasks.datasets.shards import compute_sample_hashes, load_task_data
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -224,9 +224,9 @@ def get_features_path(folder: Path, name: str) -> Path:
 def _hash_samples(reference: DriftReference, newer: Dataset) -> str:
     """Returns a hash of what is compared: both samples, and the options with which they were read."""
     digest = hashlib.sha256(json.dumps(dict(reference.options), sort_keys=True).encode())
-    for inputs in (reference.sample.inputs, newer.inputs):
-        digest.update(f"{inputs.dtype.str} {inputs.shape}".encode())
-        digest.update(np.ascontiguousarray(inputs).tobytes())
+    for side in (reference.sample, newer):
+        hashes = compute_sample_hashes(side.inputs)
+        digest.update(b"%d:%s" % (len(hashes), hashes.tobytes()))
     return digest.hexdigest()
 
 
