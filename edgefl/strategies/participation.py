@@ -142,8 +142,12 @@ class WorkPlanner:
                 fallback = None if usual is None else min(usual, fitting)
                 plan = replace(plan, iterations=fitting, fallback_iterations=fallback)
         deadline_s, window = instruction.deadline_s, info.allowance.window
-        is_known = window is not None and not window.is_past(view.now_s)
-        if deadline_s is not None and window is not None and is_known and exchange_s is not None:
+        if (
+            deadline_s is not None
+            and exchange_s is not None
+            and window is not None
+            and not window.is_past(view.now_s)
+        ):
             left_s = max(0.0, window.ends_s - view.now_s)
             deadline_s = min(deadline_s, left_s + max(MIN_UPLOAD_S, 2 * exchange_s))
         return replace(instruction, plan=plan, deadline_s=deadline_s)
@@ -155,8 +159,9 @@ class WorkPlanner:
             return speed.seconds_per_iteration
         steps_per_s = info.capabilities.get("steps_per_s")
         measured = steps_per_s.get(self.speed_name) if isinstance(steps_per_s, Mapping) else None
-        is_speed = isinstance(measured, int | float) and MIN_RATE <= measured <= MAX_AMOUNT
-        return 1 / measured if is_speed and measured else None
+        if isinstance(measured, int | float) and MIN_RATE <= measured <= MAX_AMOUNT:
+            return 1 / measured
+        return None
 
     def _estimate(self, info: DeviceInfo, view: FleetView, seconds_per_iteration: float | None) -> WorkCost:
         speed, plan = view.speeds.get(info.device_id) or DeviceThroughput(), self.plan
