@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import subprocess
@@ -119,10 +120,12 @@ def test_a_damaged_file_is_named(state):
             DeviceStateDir.load(state.root)
 
 
-def test_only_one_agent_runs_on_a_directory(state):
+@contextlib.contextmanager
+def other_process(state, call):
+    """A process within a block of a state directory's, such as `lock()`, until it is killed."""
     code = (
         "import sys, pathlib\nfrom edgefl.device.state_dir import DeviceStateDir\n"
-        "with DeviceStateDir.load(pathlib.Path(sys.argv[1])).lock():\n    print('held', flush=True)\n"
+        f"with DeviceStateDir.load(pathlib.Path(sys.argv[1])).{call}:\n    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
     )
     child = subprocess.Popen(
@@ -132,9 +135,13 @@ def test_only_one_agent_runs_on_a_directory(state):
     assert child.stdout is not None
     with child:
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(StoreError, match="another agent"), state.lock():
-            pass
-        child.kill()  # the lock goes with the process, however it ends
+        yield
+        child.kill()
+
+
+def test_only_one_agent_runs_on_a_directory(state):
+    with other_process(state, "lock()"), pytest.raises(StoreError, match="another agent"), state.lock():
+        pass  # the lock goes with the process, however it ends
     left = state.root / "runs" / ".r.npz.abcd_123.tmp"
     left.parent.mkdir()
     left.write_bytes(b"PK")
@@ -143,22 +150,10 @@ def test_only_one_agent_runs_on_a_directory(state):
 
 
 def test_a_label_page_is_reported_while_its_process_lasts_and_no_second_one_beside_it(state):
-    code = (
-        "import sys, pathlib\nfrom edgefl.device.state_dir import DeviceStateDir\n"
-        "with DeviceStateDir.load(pathlib.Path(sys.argv[1])).share_label_page('https://192.0.2.7:8443/'):\n"
-        "    print('shared', flush=True)\n    sys.stdin.read()\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(state.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with child:
-        assert child.stdout.readline() == "shared\n"
+    with other_process(state, "share_label_page('https://192.0.2.7:8443/')"):
         assert state.read_label_page() == "https://192.0.2.7:8443/"
         with pytest.raises(StoreError, match="another label page"), state.share_label_page("https://192.0.2.7:1/"):
             pass
-        child.kill()
     assert (state.root / "label-page").exists(), "it was killed"
     assert state.read_label_page() is None
     with state.share_label_page("https://192.0.2.7:2/"):

@@ -36,7 +36,7 @@ from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.stock_messages import encode_objects
 from edgefl.coordinator.flower.superlink import SuperLink, prepare_body
 from edgefl.coordinator.service import Coordinator, StartOptions
-from edgefl.core.errors import EdgeflError
+from edgefl.core.errors import DataError, EdgeflError, NetworkError
 from edgefl.core.fleet_messages import (
     REQUESTS,
     RESPONSES,
@@ -553,11 +553,17 @@ def instructions(_folder: Path) -> Reader:
     }  # fmt: skip
 
     def feed(data: bytes) -> None:
-        answer = parse_protobuf(RESPONSES["pull-messages"], data)
+        try:
+            answer = parse_protobuf(RESPONSES["pull-messages"], data)
+        except ValueError as error:
+            raise NetworkError(str(error)) from None  # as the client does
         node._client = SimpleNamespace(send=lambda *_: answer)  # type: ignore[assignment]
-        pulled = node.pull()
-        if pulled is not None:
-            parse_instruction("pi", pulled.header)
+        pulled = node.pull()  # of its errors the agent's loop knows those of edgefl alone
+        try:
+            if pulled is not None:
+                parse_instruction("pi", pulled.header)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(repr(error)) from None  # its caller takes whatever it raises
 
     def pulled(text: bytes) -> bytes:
         message = nodes.reply("cd" * 32, {}, b"model")
@@ -569,8 +575,7 @@ def instructions(_folder: Path) -> Reader:
 
     text = json.dumps(header).encode()
     seeds = (Seed(content=text, form=Form.JSON, close=pulled), Seed(content=pulled(text)))
-    refused = (EdgeflError, KeyError, TypeError, ValueError)
-    return Reader(feed=feed, seeds=seeds, refuses=refused)
+    return Reader(feed=feed, seeds=seeds)
 
 
 def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
