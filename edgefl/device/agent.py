@@ -35,6 +35,7 @@ from edgefl.device.inference.deployments import DeployedModels
 from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.device.peers.transports import PeerTransportFactory
+from edgefl.device.rollouts.bases import FOLDER as BASES_FOLDER
 from edgefl.device.rollouts.client import HandlerT, RolloutClient
 from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.state_dir import DeviceStateDir, check_not_locked_out, parse_lockout, save_lockout
@@ -115,7 +116,8 @@ class Agent:
             on_attempt=self.liveness.record_progress,
         )
         self._trainer = self._make_trainer()
-        self._step_rates = StepRateCache(state.root, on_measured=self._wake_up.notify)
+        bases_dir = state.root / BASES_FOLDER if self._site is None else self._site.bases_dir
+        self._step_rates = StepRateCache(state.root, on_measured=self._wake_up.notify, compiled_dir=bases_dir)
         self._work_loop = WorkLoop(
             state,
             tls_context=self._tls_context,

@@ -294,6 +294,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
         "compiled-tasks": _entry(
             compiled_readers.artefacts,
+            "tasks/compiled/artefact.py:_parse_header",
             "tasks/compiled/artefact.py:parse_artefact",
             "tasks/compiled/artefact.py:CompiledManifest.parse",
         ),

@@ -2,7 +2,7 @@
 
 Seconds are measured at two batch sizes, so that those of any other follow. Values that cannot be measured (a link
 without a peer) keep a default that the profile marks as such. `python -m edgefl.device.hardware.benchmark` reads one
-request for a step rate and writes one reply: a separate process isolates crashes and memory use.
+request for a step rate and writes one reply, with the process's peak of memory: a separate process isolates crashes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Dataset, Json, Learner, Task, TrainConfig, derive_rng
+from edgefl.device.hardware.board_reader import read_kilobytes
 from edgefl.device.hardware.requirements import make_measurable_task
 from edgefl.system.processes import serve_call
 from edgefl.tasks.datasets.shards import load_task_data
@@ -281,12 +282,21 @@ def _read_shard(task: Task, shard: str) -> Dataset:
 
 def _run_request(request: Json) -> Json:
     os.nice(LOWEST_PRIORITY)
-    return measure_step_rate(
-        str(request["task"]),
-        request.get("shard"),
-        accelerator=str(request.get("accelerator", "cpu")),
-        threads=request.get("threads"),
-    )
+    threads = request.get("threads")
+    if "compiled" in request:
+        from edgefl.device.hardware.providers import measure_compiled_task  # noqa: PLC0415 only for compiled tasks
+
+        rate = measure_compiled_task(Path(request["compiled"]), threads)
+    else:
+        rate = measure_step_rate(
+            str(request["task"]),
+            request.get("shard"),
+            accelerator=str(request.get("accelerator", "cpu")),
+            threads=threads,
+        )
+    # Not `ru_maxrss`, which includes the process that started this one.
+    peak_kb = read_kilobytes(Path("/proc/self/status")).get("VmHWM")
+    return {**rate, **({"peak_bytes": peak_kb * 1024} if peak_kb else {})}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import ONNX
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, Json, ModelSpec, TensorKind, derive_rng
 from edgefl.device.hardware.health import read_available_memory_bytes
@@ -185,6 +186,20 @@ def measure_provider(
         del side  # before the next one, so that both have the whole of the memory
     (found, provider_s), (right, cpu_s) = sides
     return {"provider_s": provider_s, "cpu_s": cpu_s, "deviation": _compare(found, right)}
+
+
+def measure_compiled_task(path: Path, threads: int | None) -> Json:
+    """Returns `steps_per_s` of a compiled task by the CPU's provider, at its `batch_size`, with `backend`.
+
+    Raises:
+        DataError: the file cannot be read or run, or asks for something that it should not need.
+    """
+    compiled = load_compiled_task(path)
+    limit = read_available_memory_bytes() or MAX_ARENA_BYTES
+    seconds = _Side(compiled, CPU, threads, limit).measure_s()
+    return {
+        "steps_per_s": float(f"{1 / seconds:.4g}"), "batch_size": compiled.manifest.batch_size, "backend": ONNX
+    }  # fmt: skip
 
 
 class _Side:

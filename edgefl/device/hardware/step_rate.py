@@ -1,7 +1,8 @@
-"""Step rate cache: persistent training speeds, measured when the board is idle.
+"""Step rate cache: persistent training speeds and memory, measured when the board is idle.
 
 A speed is valid for one set of library versions, accelerator and threads; for a task that does not declare the shape
-of its examples, also for one shard. Failures are stored with the reason, and not retried every day.
+of its examples, also for one shard; for a compiled task, for one file. Failures are stored with the reason, and not
+retried every day.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import DISTRIBUTION
@@ -33,6 +35,7 @@ from edgefl.device.hardware.requirements import (
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.confinement import make_command, make_environment
 from edgefl.system.processes import exit_with_parent
+from edgefl.tasks.compiled.artefact import read_manifest
 from edgefl.tasks.registry import CONFIGURED, list_numpy_models
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,22 @@ MIN_IDLE_S = 20.0
 """Idle time of the agent before a measurement: runs and first heartbeats have priority."""
 MEASURE_TIMEOUT_S = 90.0
 MAX_REASON_CHARS = 200
-LIBRARIES = (DISTRIBUTION, "numpy", "torch")
+LIBRARIES = (DISTRIBUTION, "numpy", "torch", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurable:
+    """What can be measured: a task with its shard, or a compiled task with its file.
+
+    Attributes:
+        name: TASK or TASK/MODEL, as a run file has them.
+        path: of the shard, or of the file.
+        is_compiled: it is a file.
+    """
+
+    name: str
+    path: str
+    is_compiled: bool = False
 
 
 class StepRateCache:
@@ -51,6 +69,7 @@ class StepRateCache:
     Args:
         state_dir: of the stored speeds.
         on_measured: called in a separate thread after each measurement.
+        compiled_dir: of the compiled tasks' files, and of others; None for none.
         clock: monotonic seconds.
         min_idle_s: see `MIN_IDLE_S`.
     """
@@ -60,6 +79,7 @@ class StepRateCache:
         state_dir: Path,
         *,
         on_measured: Callable[[], None],
+        compiled_dir: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         min_idle_s: float = MIN_IDLE_S,
     ) -> None:
@@ -69,6 +89,8 @@ class StepRateCache:
             clock,
             min_idle_s,
         )
+        self._compiled_dir = compiled_dir
+        self._compiled_names: dict[str, tuple[str, str] | None] = {}
         self._entries = _load(self._path)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -76,12 +98,22 @@ class StepRateCache:
         self.version = 0
 
     def get_facts(self) -> Json:
-        """Returns `steps_per_s` by task, and `speed_errors` of missing ones, for the board's capabilities."""
+        """Returns facts for the board's capabilities, each by task.
+
+        These are `steps_per_s`, `training_bytes`, the peak of the process that trained, and `speed_errors` of what
+        is missing.
+        """
         with self._lock:
             entries = dict(self._entries)
-        speeds = {name: entry["steps_per_s"] for name, entry in entries.items() if "steps_per_s" in entry}
-        errors = {name: entry["error"] for name, entry in entries.items() if "error" in entry}
-        return {**({"steps_per_s": speeds} if speeds else {}), **({"speed_errors": errors} if errors else {})}
+        facts = {
+            fact: {name: entry[key] for name, entry in entries.items() if key in entry}
+            for fact, key in (
+                ("steps_per_s", "steps_per_s"),
+                ("training_bytes", "peak_bytes"),
+                ("speed_errors", "error"),
+            )
+        }
+        return {fact: values for fact, values in facts.items() if values}
 
     def on_work(self) -> None:
         """Cancels a running measurement because there is work; it is restarted later."""
@@ -124,20 +156,38 @@ class StepRateCache:
         *,
         is_confined: bool,
     ) -> None:
-        tasks = dict(list_measurable_tasks(shards, facts, read_traits))
+        tasks = [Measurable(*task) for task in list_measurable_tasks(shards, facts, read_traits)]
+        if "torch" not in list_usable_backends(facts):
+            tasks += self._list_compiled(shards, facts)
         self._remove_unlisted(tasks)
-        for name, shard in tasks.items():
-            traits = read_traits(name)
-            fingerprint = _make_fingerprint(shard, accelerator, threads, has_shape=traits.has_shape)
-            if self._entries.get(name, {}).get("stamp") != fingerprint and _has_memory(traits):
-                request: Json = {"task": name, "shard": shard, "accelerator": accelerator, "threads": threads}
-                self._start_measurement(name, fingerprint, request, is_confined=is_confined)
+        for task in tasks:
+            traits = TaskTraits(needs_torch=False, has_shape=False) if task.is_compiled else read_traits(task.name)
+            fingerprint = _make_fingerprint(task.path, accelerator, threads, has_shape=traits.has_shape)
+            if self._entries.get(task.name, {}).get("stamp") != fingerprint and _has_memory(traits):
+                source = {"compiled" if task.is_compiled else "shard": task.path}
+                request: Json = {"task": task.name, **source, "accelerator": accelerator, "threads": threads}
+                self._start_measurement(task, fingerprint, request, is_confined=is_confined)
                 return
 
-    def _start_measurement(self, name: str, fingerprint: Json, request: Json, *, is_confined: bool) -> None:
-        state_dir, shard = self._path.parent, str(request["shard"])
+    def _list_compiled(self, shards: Mapping[str, str], facts: Json) -> list[Measurable]:
+        """Returns the compiled tasks of which this board has a shard, by the file that was used last."""
+        if self._compiled_dir is None or "onnx" not in list_usable_backends(facts):
+            return []
+        found: dict[str, Measurable] = {}
+        for path in sorted(self._compiled_dir.glob("*"), key=_get_modified_s):
+            if path.name not in self._compiled_names:  # a file is named by its content
+                self._compiled_names[path.name] = _read_names(path)
+            task, name = self._compiled_names[path.name] or ("", "")
+            if task in shards:
+                found[name] = Measurable(name, str(path), is_compiled=True)
+        return [*found.values()]
+
+    def _start_measurement(self, task: Measurable, fingerprint: Json, request: Json, *, is_confined: bool) -> None:
+        state_dir, name = self._path.parent, task.name
         confinement = (
-            make_confinement(state_dir, "benchmark", [shard], str(request["accelerator"])) if is_confined else None
+            make_confinement(state_dir, "benchmark", [task.path], str(request["accelerator"]))
+            if is_confined
+            else None
         )
         try:
             child = subprocess.Popen(
@@ -178,10 +228,11 @@ class StepRateCache:
         self._save()
         self._on_measured()
 
-    def _remove_unlisted(self, tasks: Mapping[str, str]) -> None:
+    def _remove_unlisted(self, tasks: Iterable[Measurable]) -> None:
+        names = {task.name for task in tasks}
         with self._lock:
-            if self._entries.keys() - tasks.keys():
-                self._entries = {name: entry for name, entry in self._entries.items() if name in tasks}
+            if self._entries.keys() - names:
+                self._entries = {name: entry for name, entry in self._entries.items() if name in names}
                 self.version += 1
 
     def _save(self) -> None:
@@ -249,6 +300,7 @@ def _parse_result(output: bytes, exit_code: int) -> Json:
             return {"error": str(reply["error"]["message"])[:MAX_REASON_CHARS]}
         return {
             "steps_per_s": float(reply["steps_per_s"]),
+            **({"peak_bytes": int(reply["peak_bytes"])} if reply.get("peak_bytes") else {}),
             "batch_size": int(reply["batch_size"]),
             "backend": str(reply["backend"]),
         }
@@ -267,8 +319,28 @@ def _load(path: Path) -> dict[str, Json]:
 
 
 def _validate_entry(entry: Json) -> Json:
-    result = {"error": str(entry["error"])} if "error" in entry else {"steps_per_s": float(entry["steps_per_s"])}
+    result: Json = (
+        {"error": str(entry["error"])} if "error" in entry else {"steps_per_s": float(entry["steps_per_s"])}
+    )
+    if "peak_bytes" in entry:
+        result["peak_bytes"] = int(entry["peak_bytes"])
     return {**entry, **result, "stamp": entry["stamp"]}
+
+
+def _read_names(path: Path) -> tuple[str, str] | None:
+    """Returns TASK, and TASK or TASK/MODEL, of a compiled task's file; None of another file."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        return None
+    model = manifest.options.get("model")
+    return manifest.task, manifest.task if model is None else f"{manifest.task}/{model}"
+
+
+def _get_modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another file has taken its place
+        return 0.0
 
 
 def _get_installed_version(name: str) -> str | None:

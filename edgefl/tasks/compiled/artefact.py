@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -196,22 +197,37 @@ def parse_artefact(content: bytes) -> CompiledTask:
         raise _make_error(f"it has {len(content)} bytes, at most {MAX_ARTEFACT_BYTES} are read")
     try:
         tensors = load_safetensors(content)
-        # safetensors has no API for the metadata of bytes: 8 bytes of length, then JSON.
-        header = content[8 : 8 + int.from_bytes(content[:8], "little")]
-        if len(header) > 2 * MAX_MANIFEST_BYTES:
-            raise _make_error(f"its header has {len(header)} bytes, at most {2 * MAX_MANIFEST_BYTES} are read")
-        text = (parse_message(header).get("__metadata__") or {}).get("manifest")
-        if not isinstance(text, str):
-            raise _make_error("it has no manifest; `edgefl task compile` writes such files")
-        value = parse_message(text.encode())
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _make_error(f"{error!r:.200}") from None
+    manifest = _parse_header(content)
     if sorted(tensors) != [EVALUATE, TRAIN] or any(t.dtype != np.uint8 or t.ndim != 1 for t in tensors.values()):
         raise _make_error(
             f"its tensors must be {EVALUATE} and {TRAIN}, bytes; got {', '.join(sorted(tensors))!a:.200}"
         )
-    manifest = CompiledManifest.parse(value)
     return CompiledTask(train=tensors[TRAIN].tobytes(), evaluate=tensors[EVALUATE].tobytes(), manifest=manifest)
+
+
+def read_manifest(path: Path) -> CompiledManifest | None:
+    """Returns the manifest of a compiled task's file, whose graphs are not read; None of any other file."""
+    try:
+        with path.open("rb") as file:
+            return _parse_header(file.read(8 + 2 * MAX_MANIFEST_BYTES))
+    except (OSError, DataError):
+        return None
+
+
+def _parse_header(content: bytes) -> CompiledManifest:
+    # safetensors has no API for the metadata of bytes: 8 bytes of length, then JSON.
+    num_bytes = int.from_bytes(content[:8], "little")
+    if num_bytes > 2 * MAX_MANIFEST_BYTES:
+        raise _make_error(f"its header has {num_bytes} bytes, at most {2 * MAX_MANIFEST_BYTES} are read")
+    try:
+        text = (parse_message(content[8 : 8 + num_bytes]).get("__metadata__") or {}).get("manifest")
+        if not isinstance(text, str):
+            raise _make_error("it has no manifest; `edgefl task compile` writes such files")
+        return CompiledManifest.parse(parse_message(text.encode()))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _make_error(f"{error!r:.200}") from None
 
 
 def compute_sha256(content: bytes) -> str:

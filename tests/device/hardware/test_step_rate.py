@@ -4,17 +4,20 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from board_trees import ZERO_2_W, plant
+from tasks.compiled.board.dense_graphs import make_compiled
 
 from edgefl.core.errors import TaskError
 from edgefl.device.hardware.benchmark import measure_step_rate
 from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.step_rate import FILE_NAME, StepRateCache
+from edgefl.tasks.compiled.artefact import compute_sha256, encode_artefact
 
 OWN = """
 import os, signal, time
@@ -176,3 +179,26 @@ HUGE = '{"v": 1, "speeds": {"digits": {"steps_per_s": 1' + "0" * 400 + ', "stamp
 def test_a_damaged_book_is_begun_anew(tmp_path, kept):
     (tmp_path / FILE_NAME).write_text(kept)
     assert Bench(tmp_path).book.get_facts() == {}
+
+
+def test_a_board_without_torch_measures_the_compiled_tasks_that_it_has(tmp_path):
+    compiled = make_compiled()
+    content = encode_artefact(replace(compiled, manifest=replace(compiled.manifest, task="mnist", options={})))
+    folder = tmp_path / "bases"
+    folder.mkdir()
+    (folder / f"{compute_sha256(content)}.safetensors").write_bytes(content)
+    (folder / "half-a-file").write_bytes(content[:100])
+    bench = Bench(tmp_path, compiled_dir=folder)
+    facts, shards = probe(plant(tmp_path / "zero", ZERO_2_W), run=no_program), {"mnist": "/nowhere.npz"}
+    assert list(bench.measure(shards, facts=facts)["steps_per_s"]) == ["mnist/2nn"]
+    told = bench.measure(shards, facts=facts)
+    assert told.keys() == {"steps_per_s", "training_bytes"}
+    assert told["steps_per_s"]["mnist"] > 10
+    assert 20e6 < told["training_bytes"]["mnist"] < 200e6
+    bench.idle(shards, facts=facts)
+    assert not bench.is_measuring
+    again = Bench(tmp_path, compiled_dir=folder)
+    assert again.book.get_facts() == told
+    (folder / f"{compute_sha256(content)}.safetensors").unlink()
+    again.idle(shards, facts=facts)
+    assert again.book.get_facts()["steps_per_s"].keys() == {"mnist/2nn"}
