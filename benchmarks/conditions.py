@@ -370,8 +370,12 @@ def _train(profiles: Path, num_boards: int, days: float, iteration_s: float, see
 def _judge(
     board: Board, result: RunResult, name: str, *, days: float, iteration_s: float, faults: dict[str, float]
 ) -> None:
-    """Adds what a board did outside, by its history alone: links take no time, so that all of a work is training."""
+    """Adds what a board did outside, by its history alone: links take no time, so that all of a work is training.
+
+    How long its very first iteration takes, no board can foresee.
+    """
     used: dict[tuple[str, str], float] = {}
+    is_first = True
     for row in (row for row in result.updates if row["device_id"] == name):
         ended_at = SIMULATION_EPOCH + days * DAY_S if row["ended_at"] is None else row["ended_at"]
         at_s, end_s = (round(moment - SIMULATION_EPOCH, 3) for moment in (row["dispatched_at"], ended_at))
@@ -383,20 +387,21 @@ def _judge(
             stop_s = min(end_s, at_s + iteration_s)
             for period in _list_periods(at_s):  # a day's end is counted to the day of the iteration's start
                 used["processor", period] = used.get(("processor", period), 0.0) + stop_s - at_s
-            _judge_iteration(board, at_s, stop_s, faults)
-            at_s = stop_s
+            _judge_iteration(board, at_s, stop_s, faults, is_first=is_first)
+            at_s, is_first = stop_s, False
     conditions = parse_conditions(FILES[board.kind])
     for (kind, period), amount in used.items():
         limits = (conditions.day if len(period) == len("2026-10-12") else conditions.month).limits
         faults["budgets_passed"] += amount > limits.get(kind, np.inf) + iteration_s * (kind == "processor") * 0.001
 
 
-def _judge_iteration(board: Board, at_s: float, stop_s: float, faults: dict[str, float]) -> None:
+def _judge_iteration(board: Board, at_s: float, stop_s: float, faults: dict[str, float], *, is_first: bool) -> None:
     edges = [at_s, *np.arange((at_s // MINUTE_S + 1) * MINUTE_S, stop_s, MINUTE_S)]
     first = next((edge for edge in edges if not board.may_train_at(edge)), None)
     if first is None:
         return
-    is_foreseeable = first == at_s or (board.kind == OFFICE and (board.sense_at(first).other_load or 0) <= 0.3)
+    is_by_clock = board.kind == OFFICE and (board.sense_at(first).other_load or 0) <= 0.3
+    is_foreseeable = first == at_s or (is_by_clock and not is_first)
     faults["outside_s" if is_foreseeable else "overrun_s"] += stop_s - first
 
 

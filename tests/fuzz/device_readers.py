@@ -110,7 +110,7 @@ def consents(folder: Path) -> Reader:
 
 def conditions(folder: Path) -> Reader:
     """The owner's file, a pause, the usage of budgets, a run's conditions: whatever they hold, the gate decides."""
-    names = {b"c": "conditions.toml", b"p": "pause.json", b"b": "budgets.json"}
+    names = {b"c": "conditions.toml", b"p": "pause.json", b"b": "budgets.json", b"s": "longest_step_s"}
     clocks = Clocks(boot_id="b", wall=lambda: 1.8e9, boot_time=lambda: 50.0)
     limits = b'[conditions]\nzone = "Europe/Oslo"\n[conditions.day]\nprocessor_s = 60\n'
 

@@ -50,7 +50,10 @@ CHECK_INTERVAL_S = 0.5
 STEP_DECAY = 0.95
 """Factor of the longest step so far, with each step."""
 FIRST_STEP_S = 60.0
-"""How long the first iteration may take, as none was seen."""
+"""How long the first iteration of a process may take at least, as it has seen none."""
+STEP_FILE = "longest_step_s"
+"""Has the longest iteration of earlier processes, if it is longer; written when that is a quarter more, or half."""
+MAX_STEP_S = 7 * 86_400.0
 STEP_MARGIN = 1.25
 """Of the longest step, for the next."""
 MAX_RUNS = 8
@@ -124,7 +127,8 @@ class ConditionGate:
         self._coordinator_s: tuple[float, float] | None = None
         self._held: dict[str, tuple[float, Blocker]] = {}
         self._checked_s = self._arrival_checked_s = -CHECK_INTERVAL_S
-        self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
+        self._saved_step_s = self._step_s = _load_step_s(folder)
+        self._stepped_s = 0.0
         self._step_use: dict[str, float] = {}
         self._work_use: dict[str, float] = {}
         self._started_s = 0.0
@@ -298,6 +302,8 @@ class ConditionGate:
             with self._lock:
                 self._record_step()
                 self._record_rates()
+                if max(self._step_s, FIRST_STEP_S) < self._saved_step_s / 2:
+                    self._save_step_s()
                 self._is_working, self._work = False, None
                 if self._usage is not None:
                     self._try(lambda usage: usage.settle(self._conditions))
@@ -587,9 +593,19 @@ class ConditionGate:
         self._charge_work()
         now_s = self._clocks.boot_time()
         self._step_s, self._stepped_s = max(STEP_DECAY * self._step_s, now_s - self._stepped_s), now_s
+        if self._step_s > STEP_MARGIN * self._saved_step_s:
+            self._save_step_s()
         if self._usage is not None:
             self._usage.record_step(self._step_use)
         self._step_use = {}
+
+    def _save_step_s(self) -> None:
+        """Saves the length of a step, which the first one after a restart must have room for in its hours."""
+        both = self._conditions, self._run.conditions
+        if self._is_agent and any(conditions.hours or conditions.weekdays for conditions in both):
+            with suppress(StoreError):  # a full card: it is measured again
+                write_atomic(self._folder / STEP_FILE, f"{self._step_s:.3f}\n".encode())
+                self._saved_step_s = self._step_s
 
     def _record_rates(self) -> None:
         """Records what a second of the work that ends has used."""
@@ -613,6 +629,15 @@ class ConditionGate:
 
 def _has_budget(conditions: Conditions, kind: str) -> bool:
     return any(kind in limits for limits in conditions.budgets.values())
+
+
+def _load_step_s(folder: Path) -> float:
+    """Returns how long the first iteration may take: as the longest one of an earlier process, if that was longer."""
+    try:
+        seconds = float((folder / STEP_FILE).read_bytes()[:32])
+    except (OSError, ValueError):
+        return FIRST_STEP_S
+    return max(seconds, FIRST_STEP_S) if seconds <= MAX_STEP_S else FIRST_STEP_S  # a NaN is not
 
 
 def load_conditions(folder: Path) -> Conditions:

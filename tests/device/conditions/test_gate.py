@@ -14,6 +14,7 @@ from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import (
     FIRST_STEP_S,
     HOLD_S,
+    STEP_FILE,
     STEP_MARGIN,
     ConditionGate,
     clear_pause,
@@ -96,6 +97,35 @@ def test_work_under_way_is_ended_before_the_hours_are_over(board):
         with pytest.raises(ConditionsEndedError) as ended:
             board.gate.require()
     assert ended.value.blocker.kind == "hours"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nan", b"inf", b"-1e9", b"9e99", b"\xff"])
+def test_a_restart_remembers_how_long_an_iteration_takes(board, content):
+    save_conditions(board.folder, NIGHT)
+    with board.gate.work():
+        board.wait(400.0)
+    assert board.get_reason() == ""
+    if content is not None:
+        (board.folder / STEP_FILE).write_bytes(content)
+    board.start()
+    first_s = 400.0 if content is None else FIRST_STEP_S
+    board.wait(6 * 3600 - 400.0 - STEP_MARGIN * first_s - 1)
+    assert board.get_reason() == ""
+    board.wait(2)
+    assert board.get_reason() == "its hours end"
+
+
+def test_the_length_of_an_iteration_is_written_seldom(board):
+    save_conditions(board.folder, NIGHT)
+    written = []
+    for seconds in (400.0, 450.0, 501.0, *[1.0] * 40):
+        with board.gate.work():
+            board.wait(seconds)
+        if (content := (board.folder / STEP_FILE).read_text()) not in written:
+            written.append(content)
+    assert [float(content) for content in written] == pytest.approx(
+        [400.0, 501.0, 501.0 * 0.95**14, 501.0 * 0.95**28], abs=1e-3
+    )
 
 
 def test_work_is_judged_anew_after_a_download_that_took_longer_than_the_hours(board):
