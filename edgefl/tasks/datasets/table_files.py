@@ -13,7 +13,7 @@ import csv
 import itertools
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,9 +303,14 @@ class _Lines(Iterator[str]):
 
     def __init__(self, file: IO[str], path: Path) -> None:
         self._file, self._path, self.is_cut = file, path, False
+        self._returned = deque[str]()
+
+    def put_back(self, lines: Iterable[str]) -> None:
+        """Returns lines, which come next then."""
+        self._returned.extend(lines)
 
     def __next__(self) -> str:
-        line = self._file.readline(MAX_LINE_CHARS + 1)
+        line = self._returned.popleft() if self._returned else self._file.readline(MAX_LINE_CHARS + 1)
         if not line:
             raise StopIteration
         if len(line) > MAX_LINE_CHARS:
@@ -351,7 +356,7 @@ class CsvTable(TableFile):
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open(newline="", encoding="utf-8-sig")
-        self._lines = _Lines(self._file, path)
+        self._lines, self._num_lines = _Lines(self._file, path), 0
         self._is_clean = True
         self._header: list[str] = []
 
@@ -376,6 +381,10 @@ class CsvTable(TableFile):
         self, numbers: Sequence[str], texts: Sequence[str], chunk_rows: int
     ) -> Iterator[tuple[Array, Sequence[Sequence[str]]]]:
         places, first_row = [self._header.index(name) for name in (*numbers, *texts)], 1
+        for lines, values in self._read_plain(places[: len(numbers)], chunk_rows):
+            cells = [line.split(self._delimiter) for line in lines] if texts else []
+            yield _to_float32(values), [[row[place].strip() for row in cells] for place in places[len(numbers) :]]
+            first_row += len(lines)
         for rows in self._read_rows(places, chunk_rows):
             words = [[row[place].strip() for row in rows] for place in range(len(numbers), len(places))]
             yield self._convert(rows, numbers, first_row), words
@@ -384,7 +393,10 @@ class CsvTable(TableFile):
     def survey(
         self, chunk_rows: int, *, is_detailed: bool
     ) -> Iterator[tuple[int, Iterable[tuple[str, Array | None]]]]:
-        for rows in self._read_rows(range(len(self._header)) if is_detailed else (), chunk_rows):
+        places = range(len(self._header)) if is_detailed else ()
+        for lines, values in self._read_plain(places, chunk_rows):
+            yield len(lines), zip(self._header, values.T, strict=False)
+        for rows in self._read_rows(places, chunk_rows):
             columns = zip(self._header, zip(*rows, strict=True), strict=False)
             yield len(rows), ((name, self._parse_column(cells)) for name, cells in columns)
 
@@ -393,6 +405,26 @@ class CsvTable(TableFile):
         numbers = _parse_numbers(cells)
         # Cleaning takes longer than parsing, and few files need it.
         return _parse_numbers(map(self._clean, cells)) if numbers is None else numbers
+
+    def _read_plain(self, columns: Sequence[int], chunk_rows: int) -> Iterator[tuple[list[str], Array]]:
+        """Yields lines, at most `chunk_rows` at once, and the numbers of these columns, [n, columns] float64.
+
+        It ends before the first chunk that has a quote, a gap, another decimal sign, or anything else that is no
+        plain number: those that follow are for `_read_rows`, which takes three times as long.
+        """
+        num_delimiters = len(self._header) - 1
+        while num_delimiters:  # in one column a line may be empty
+            with _explain_damage(self._path):
+                lines = list(itertools.islice(self._lines, chunk_rows))
+            is_plain = not self._lines.is_cut and all(
+                line.count(self._delimiter) == num_delimiters and '"' not in line for line in lines
+            )
+            values = _load_numbers(lines, self._delimiter, columns) if is_plain and lines else None
+            if values is None:
+                self._lines.put_back(lines)
+                return
+            yield lines, values
+            self._num_lines += len(lines)
 
     def _read_rows(self, columns: Sequence[int], chunk_rows: int) -> Iterator[list[list[str]]]:
         """Yields rows of these columns' cells, at most `chunk_rows` at once."""
@@ -404,7 +436,8 @@ class CsvTable(TableFile):
                     break
                 if len(row) != width and row:
                     raise DataError(
-                        f"{self._path}, row {reader.line_num}: {len(row)} cells, the first line has {width}"
+                        f"{self._path}, row {self._num_lines + reader.line_num}: {len(row)} cells, "
+                        f"the first line has {width}"
                     )
                 if row:
                     rows.append([row[column] for column in columns])
@@ -415,15 +448,14 @@ class CsvTable(TableFile):
 
     def _convert(self, rows: list[list[str]], names: Sequence[str], first_row: int) -> Array:
         cells = [row[: len(names)] for row in rows]
-        with np.errstate(over="ignore"):
-            try:
-                found = np.array(cells, np.float64) if self._is_clean else None
-            except ValueError:  # gaps, decimal commas, or text: in later chunks too, most likely
-                self._is_clean, found = False, None
-            if found is None:
-                cells = [[self._clean(cell) for cell in row] for row in cells]
-                found = self._convert_clean(cells, names, first_row)
-            return found.astype(np.float32).reshape(len(rows), len(names))
+        try:
+            found = np.array(cells, np.float64) if self._is_clean else None
+        except ValueError:  # gaps, decimal commas, or text: in later chunks too, most likely
+            self._is_clean, found = False, None
+        if found is None:
+            cells = [[self._clean(cell) for cell in row] for row in cells]
+            found = self._convert_clean(cells, names, first_row)
+        return _to_float32(found.reshape(len(rows), len(names)))
 
     def _convert_clean(self, cells: list[list[str]], names: Sequence[str], first_row: int) -> Array:
         try:
@@ -489,6 +521,21 @@ def _explain_damage(path: Path) -> Iterator[None]:
 
 def _is_gap(cell: str) -> bool:
     return cell.strip().lower() in _MISSING
+
+
+def _load_numbers(lines: list[str], delimiter: str, columns: Sequence[int]) -> Array | None:
+    """Returns [n, columns] float64; None where a cell is no plain number."""
+    if not columns:
+        return np.empty((len(lines), 0))
+    try:
+        return np.loadtxt(lines, delimiter=delimiter, usecols=columns, comments=None, ndmin=2)
+    except ValueError:
+        return None
+
+
+def _to_float32(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def _parse_numbers(cells: Iterable[str]) -> Array | None:

@@ -6,7 +6,7 @@ from table_parts import read_table
 
 from edgefl.core.errors import DataError
 from edgefl.tasks.datasets import table_files
-from edgefl.tasks.datasets.table_files import survey_table
+from edgefl.tasks.datasets.table_files import iterate_shard, survey_table
 
 
 def read(path, numbers, texts=(), **options):
@@ -46,19 +46,68 @@ def test_rows_beyond_one_chunk_keep_their_order(tmp_path, monkeypatch):
     assert survey_table(path, "table").num_examples == 8
 
 
-def test_of_a_wide_table_fewer_rows_are_read_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cell", ["1", '"1"'])
+def test_of_a_wide_table_fewer_rows_are_read_at_once(tmp_path, monkeypatch, cell):
     monkeypatch.setattr(table_files, "CHUNK_CELLS", 4)
-    path, sizes, read_rows = tmp_path / "a.csv", [], table_files.CsvTable._read_rows
-    path.write_text("a,b,c\n" + "1,2,3\n" * 7)
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,c\n" + f"{cell},2,3\n" * 7)
+    assert [len(part.numbers) for part in iterate_shard(path, "table", ["a", "b"])] == [2, 2, 2, 1]
 
-    def count(*arguments):
-        for rows in read_rows(*arguments):
-            sizes.append(len(rows))
-            yield rows
 
-    monkeypatch.setattr(table_files.CsvTable, "_read_rows", count)
-    assert len(read(path, ["a", "b"])[0]) == 7
-    assert sizes == [2, 2, 2, 1]
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "3,4,u\n",
+        " 3 ,4.5e1, u \n",
+        "3,,u\n",
+        '3,"4","u, v"\n',
+        '3,4,"u\n5,6,v"\n7,8,w\n',
+        "3,4\n",
+        "3,4,u,v\n",
+        "3,4,#u\n#,5,v\n",
+        "3,x,u\n",
+        "\n\n3,4,u\n",
+        "1_0,inf,u\n",
+        "3,4,u\r\n5,6,v\r\n",
+        "3,4,u\n5,6",
+        "3,4\n5,6,u\n7",
+        "3,4,u\n5,6,v",
+        "\u0663,4,u\n",
+    ],
+)
+@pytest.mark.parametrize("ahead", [0, 3, 4])
+def test_plain_numbers_are_read_as_any_other_cells(tmp_path, monkeypatch, rows, ahead):
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 2)
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,c\n" + "1,2.5,t\n" * ahead + rows + "8,9,z\n" * (0 if rows[-1] != "\n" else 3), newline="")
+
+    def attempt():
+        found = []
+        for texts in ([], ["c"]):
+            try:
+                parts = [*iterate_shard(path, "table", ["b", "a"], texts, drops_missing=True)]
+                numbers = np.concatenate([part.numbers for part in parts]).tolist()
+                found.append((numbers, [text for part in parts for column in part.texts for text in column]))
+            except DataError as error:
+                found.append(str(error))
+        for is_detailed in (False, True):
+            try:
+                found.append(survey_table(path, "table", is_detailed=is_detailed))
+            except DataError as error:
+                found.append(str(error))
+        return found
+
+    quick = attempt()
+    monkeypatch.setattr(table_files.CsvTable, "_read_plain", lambda *_: iter(()))
+    assert quick == attempt()
+
+
+def test_a_table_of_plain_numbers_needs_no_other_reader(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    path.write_text("a;b;c\n" + "1;2.5;t\n" * 5)
+    monkeypatch.setattr(table_files.CsvTable, "_read_rows", lambda *_: iter(()))
+    assert read(path, ["b", "a"], ["c"]) == ([[2.5, 1.0]] * 5, [(("t",) * 5,)])
+    assert survey_table(path, "table").num_examples == 5
 
 
 def test_hex_digits_that_look_like_huge_numbers_are_texts(tmp_path):
