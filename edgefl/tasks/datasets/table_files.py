@@ -416,9 +416,7 @@ class CsvTable(TableFile):
         while num_delimiters:  # in one column a line may be empty
             with _explain_damage(self._path):
                 lines = list(itertools.islice(self._lines, chunk_rows))
-            is_plain = not self._lines.is_cut and all(
-                line.count(self._delimiter) == num_delimiters and '"' not in line for line in lines
-            )
+            is_plain = all(line.count(self._delimiter) == num_delimiters and '"' not in line for line in lines)
             values = _load_numbers(lines, self._delimiter, columns) if is_plain and lines else None
             if values is None:
                 self._lines.put_back(lines)
