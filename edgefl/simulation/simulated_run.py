@@ -667,6 +667,22 @@ def make_settings(config: RunConfig) -> SimulationSettings:
     )
 
 
+def make_task_spec(config: RunConfig, components: RunComponents) -> TaskSpec:
+    """Returns what trainers need to know of a run."""
+    return TaskSpec(
+        task=config.run.task,
+        options=config.task,
+        seed=config.run.seed,
+        split=config.split,
+        analysis=parse_analysis(components.header),
+        adapt=config.adapt,
+        base={} if components.adapted is None else components.adapted.base,
+        has_personal=components.has_personal,
+        num_clusters=parse_num_clusters(components.header),
+        accelerator=config.simulation.accelerator,
+    )
+
+
 def make_backend(
     config: RunConfig,
     data: FleetData,
@@ -682,18 +698,7 @@ def make_backend(
     """
     # Of a network that is cut a simulated update has both sides.
     model_spec = components.update_shapes if components.split is None else components.shapes
-    task_spec = TaskSpec(
-        task=config.run.task,
-        options=config.task,
-        seed=config.run.seed,
-        split=config.split,
-        analysis=parse_analysis(components.header),
-        adapt=config.adapt,
-        base={} if components.adapted is None else components.adapted.base,
-        has_personal=components.has_personal,
-        num_clusters=parse_num_clusters(components.header),
-        accelerator=config.simulation.accelerator,
-    )
+    task_spec = make_task_spec(config, components)
     indices = {name: index for index, name in enumerate(names)}
     trainer = make_trainer(task_spec, data, indices)
     in_process = InProcessBackend(trainer, model_spec)

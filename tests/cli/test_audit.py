@@ -45,6 +45,20 @@ def test_a_run_without_privacy_is_audited_by_devices_and_promises_nothing(run, w
     assert row["epsilon_lower"] > 1.0
 
 
+def test_inversion_and_property_inference_have_tables_of_their_own(run, write):
+    words = ("--devices", 4, "--attack")
+    ran = run("audit", "privacy", write(PLAIN), *words, "inversion", "--trials", 2, "--format", "json")
+    assert ran.code == 0
+    plain, models = ran.rows
+    assert (plain["settings"], plain["seen_by"], plain["recovered"]) == ("plain", "coordinator", 1.0)
+    assert (models["seen_by"], models["boards"], models["examples"]) == ("models", 4, 1)
+    words = (*words, "property", "--examples", 20, "--trials", 20, "--class", 3, "--share", 0.5)
+    ran = run("audit", "privacy", write(PLAIN), *words)
+    assert ran.code == 0
+    assert "share 0.5 of class 3, or none" in ran.out
+    assert run("audit", "privacy", write(PLAIN), *words, "--format", "json").rows[0]["accuracy"] > 0.8
+
+
 @pytest.mark.skipif(
     find_spec("dp_accounting") is None,
     reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt",
@@ -63,6 +77,15 @@ def test_a_promise_that_does_not_hold_has_an_exit_code_of_its_own(run, write, mo
     ("options", "code", "words"),
     [
         (("--shards", "x", "--devices", 2), 2, "--shards says who has what"),
+        (
+            ("--attack", "inversion", "--shadows", 4),
+            2,
+            "--shadows goes with --attack canaries, got --attack inversion",
+        ),
+        (("--attack", "inversion", "--class", 1), 2, "--class goes with --attack property, got --attack inversion"),
+        (("--trials", 10), 2, "--trials goes with --attack inversion or property, got --attack canaries"),
+        (("--attack", "inversion", "--confidence", 0.9), 2, "--confidence goes with --attack canaries or property"),
+        (("--attack", "inversion", "--examples", 9, "--devices", 4), 3, "is of 1 to 8 examples, got 9"),
         (("--devices", 4, "--canaries", 20000), 3, "20000 canaries are too many for a model of"),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -210,7 +211,7 @@ class NumpyLearner(ArrayLearner):
             ConfigError: there is no such loss, or it needs torch.
         """
         super().__init__(shapes, prepare, make_loss(loss))
-        self._activation = ACTIVATIONS[activation]
+        self._shapes, self._activation = shapes, ACTIVATIONS[activation]
         if self._loss.needs_torch:
             raise ConfigError(f"loss {self._loss.name} needs a model of torch; one in NumPy takes another loss")
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
@@ -245,6 +246,24 @@ class NumpyLearner(ArrayLearner):
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
             return self._compute_gradient(batch, *self._forward(batch.inputs))
+
+    def copy_in_double(self) -> NumpyLearner:
+        """Returns a copy in double precision, whose inputs are features."""
+        learner = copy.copy(self)
+        shapes = tuple(replace(spec, dtype="float64") for spec in self._shapes)
+        ArrayLearner.__init__(learner, shapes, lambda features: features, self._loss)
+        learner.load(self.read())
+        return learner
+
+    def compute_input_slopes(self, batch: Dataset) -> Array:
+        """Returns the gradient of the mean loss by the features, [n, size]."""
+        inputs, sums = self._forward(batch.inputs)
+        targets = select_targets(self._loss, batch, inputs[0], sums[-1].shape)
+        delta = self._loss.compute_mean(sums[-1], targets, batch.weights)[1]
+        for _, of_layer in self._iterate_deltas(inputs, sums, delta):
+            delta = of_layer
+        slopes: Array = delta @ self._parameters[self._layers[0][0]]
+        return slopes
 
     def compute_features(self, inputs: Inputs) -> Array | None:
         """Returns what the first layer that is trained gets, [n, size]; None where that are the inputs themselves."""
