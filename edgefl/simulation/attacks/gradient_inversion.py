@@ -137,7 +137,7 @@ def _audit_view(  # noqa: PLR0913 the last two by name
         members = np.concatenate(group)
         learner.load(source.model)
         found = reconstruct(learner, seen, data.pool.targets[members[:MAX_RECONSTRUCTED]], features[rows], rng)
-        others = rng.choice(np.setdiff1d(rows, members), len(found))
+        others = rng.choice(_list_others(rows, members), len(found))
         errors.append(compute_errors(features[group[0]], found, features[rows]))
         baselines.append(compute_errors(features[group[0]], features[others], features[rows]))
     error = np.concatenate(errors)
@@ -151,6 +151,14 @@ def _audit_view(  # noqa: PLR0913 the last two by name
         baseline=float(np.median(np.concatenate(baselines))),
         recovered=float((error <= RECOVERED).mean()),
     )
+
+
+def _list_others(rows: Array, members: Array) -> Array:
+    """Returns the rows that are no members'; a `DataError` says that there are none."""
+    others: Array = np.setdiff1d(rows, members)
+    if not len(others):
+        raise DataError(f"all {len(rows)} examples are attacked; gradient inversion needs others to compare with")
+    return others
 
 
 def compute_errors(real: Array, found: Array, pool: Array) -> Array:
