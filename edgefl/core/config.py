@@ -51,6 +51,7 @@ DEFAULT_RANK = 8
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):[0-9]{1,5}")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,119}", re.ASCII)
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
 JOB_STRATEGY = "job"
@@ -88,6 +89,7 @@ class RunSection:
         evaluate_every: rounds from one evaluation to the next.
         evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
         init: a safetensors file to start from.
+        replaces: id of the run that this one is made from without some devices, as `edgefl run forget` writes it.
         backend: what boards train a model of torch with: `torch`, `onnx` (all by the compiled task), or `numpy`,
             which refuses a model that needs torch; `auto` takes torch where a board has it, and elsewhere the
             compiled task, which the coordinator makes when the run starts.
@@ -119,6 +121,7 @@ class RunSection:
     evaluate_every: int = field(default=1, metadata={"at_least": 1})
     evaluate_on: EvaluateOn = "auto"
     init: str | None = None
+    replaces: str | None = None
     backend: Backend = "auto"
     compiled: str | None = None
     deadline_s: float | None = field(default=None, metadata={"above": 0})
@@ -134,6 +137,8 @@ class RunSection:
         rules = (self.rounds, self.epochs, self.updates, self.seconds, self.bytes, self.accuracy, self.until)
         if all(rule is None for rule in rules):
             object.__setattr__(self, "rounds", DEFAULT_ROUNDS)
+        if self.replaces is not None and not _RUN_ID.fullmatch(self.replaces):
+            raise ConfigError(f"run.replaces must be the id of a run, got {self.replaces[:40]!a}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +200,7 @@ class DevicesSection:
     Attributes:
         groups: devices of these groups; none means all that have a shard of the task.
         names: these devices; none likewise.
+        exclude: not these devices, whatever names and groups say; no evaluator of the name either.
         min: the first round waits for so many idle devices; later the run goes on with those that are left. With
             `privacy.mechanism = "dp-ftrl"` each round waits for so many that may take part, 1 meaning `count`.
         count: devices asked in a round; None asks all.
@@ -214,6 +220,7 @@ class DevicesSection:
 
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     min: int = field(default=1, metadata={"at_least": 1})
     count: int | None = field(default=None, metadata={"at_least": 1})
     fraction: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
@@ -230,6 +237,8 @@ class DevicesSection:
     def __post_init__(self) -> None:
         if self.count is not None and self.fraction is not None:
             raise ConfigError("devices.count and devices.fraction both say how many are asked; give one of them")
+        if both := sorted({*self.names} & {*self.exclude}):
+            raise ConfigError(f"devices.names and devices.exclude both have {both[0]!r:.80}; leave it out of one")
         if self.count is not None and self.count < self.min:
             raise ConfigError(f"devices.count must be at least devices.min = {self.min}, got {self.count}")
 
@@ -731,7 +740,7 @@ class RunConfig:
             "task": dict(self.task),
             "strategy": {"name": self.strategy.name, **self.strategy.options},
             "compression": asdict(self.compression),
-            "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
+            "devices": _devices_to_json(self.devices),
             "server": asdict(self.server),
             "aggregation": asdict(self.aggregation),
             "guard": asdict(self.guard),
@@ -764,6 +773,13 @@ class RunConfig:
     def from_json(cls, value: Mapping[str, Any]) -> RunConfig:
         """Returns what `to_json` gave, checked again."""
         return parse_run(value)
+
+
+def _devices_to_json(section: DevicesSection) -> Json:
+    lists = {name: [*getattr(section, name)] for name in ("groups", "names", "exclude")}
+    if not section.exclude:  # stored runs stay as they are
+        del lists["exclude"]
+    return {**{key: item for key, item in asdict(section).items() if key != "exclude"}, **lists}
 
 
 def adapt_to_json(section: AdaptSection) -> Json:

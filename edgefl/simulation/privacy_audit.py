@@ -279,8 +279,8 @@ def _audit_devices(
     config: RunConfig, data: FleetData, folder: Path, is_included: Array, on_change: OnChange | None
 ) -> tuple[Array, str]:
     """Returns the displacement of the model along each canary's direction, and the run's id."""
-    if config.devices.names or config.devices.groups:
-        raise ConfigError("an audit is of all devices; leave devices.names and devices.groups out")
+    if config.devices.names or config.devices.groups or config.devices.exclude:
+        raise ConfigError("an audit is of all devices; leave devices.names, devices.groups and devices.exclude out")
     section = config.simulation
     if config.adapt.is_used or config.split.after is not None or config.secure_aggregation.enabled:
         raise ConfigError("an audit of devices has no [adapt], no [split] and no [secure_aggregation]")

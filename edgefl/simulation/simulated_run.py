@@ -619,7 +619,8 @@ def make_devices(
     if len(boards) < required:
         selected = f"{len(boards)} of {len(names)} devices" if boards else "no device"
         raise ConfigError(
-            f"devices.names and devices.groups leave {selected} of the simulation, the run needs at least {required}"
+            f"devices.names, devices.groups and devices.exclude leave {selected} of the simulation, the run needs at "
+            f"least {required}"
         )
     check_fleet_size(config, len(boards))
     return boards
@@ -753,7 +754,7 @@ def make_capabilities(profile: DeviceProfile) -> Json:
 def _is_selected(config: RunConfig, name: str, profile: DeviceProfile) -> bool:
     selection = config.devices
     in_group = not selection.groups or not set(selection.groups).isdisjoint(profile.groups)
-    return in_group and (not selection.names or name in selection.names)
+    return in_group and (not selection.names or name in selection.names) and name not in selection.exclude
 
 
 def _make_device_info(

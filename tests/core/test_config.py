@@ -276,6 +276,17 @@ def test_fills_any_dataclass_with_nested_optional_and_free_fields_and_names_the_
         from_mapping(Listener, {"port": 70000}, "coordinator")
 
 
+def test_a_run_excludes_devices_that_it_does_not_name_and_says_which_run_it_replaces():
+    tables = {"run": {"task": "digits", "replaces": "20260301-1"}, "devices": {"names": ["a"], "exclude": ["b"]}}
+    config = parse_run(tables)
+    assert (config.devices.exclude, config.run.replaces) == (("b",), "20260301-1")
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    plain = parse_run({"run": {"task": "digits"}}).to_json()
+    assert "exclude" not in plain["devices"] and "replaces" not in plain["run"], "stored runs stay as they are"
+    refused({"run": {"task": "digits"}, "devices": {"names": ["a"], "exclude": ["a"]}}, "devices.names and devices.exclude both have 'a'")
+    refused({"run": {"task": "digits", "replaces": "../x"}}, "run.replaces must be the id of a run, got '../x'")
+
+
 @pytest.mark.parametrize(
     ("require", "is_right"),
     [*((each, True) for each in ("any", "all", 3)), *((each, False) for each in ("most", 0, -1, True, 2.5, ["all"]))],

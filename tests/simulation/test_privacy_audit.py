@@ -199,7 +199,12 @@ def test_canaries_are_as_the_coin_says_whatever_is_audited(audit):
         ({}, {"num_canaries": 5000, "unit": "example"}, DataError, "5000 canaries are more than half of the"),
         ({}, {"shadows": 3}, ConfigError, "LiRA needs at least 4 shadow models, got 3"),
         ({}, {"shadows": 8, "unit": "device"}, ConfigError, "shadow models are of examples"),
-        ({"devices": {"groups": ["lab"]}}, {}, ConfigError, "leave devices.names and devices.groups out"),
+        (
+            {"devices": {"groups": ["lab"]}},
+            {},
+            ConfigError,
+            "leave devices.names, devices.groups and devices.exclude out",
+        ),
         ({"simulation": {"accelerator": "cuda"}}, {}, ConfigError, "in this process, on the CPU"),
         ({"simulation": {"workers": 2}}, {}, ConfigError, "in this process, on the CPU"),
     ],

@@ -230,6 +230,7 @@ def test_boards_are_chosen_by_name_and_group(tmp_path):
 
     (tmp_path / "boards.toml").write_text('[profile.shed]\ngroups = ["cold"]\n[profile.desk]\n')
     assert chosen([str(tmp_path / "boards.toml")], groups=["cold"]) == {"device-01", "device-03"}
+    assert chosen(exclude=["device-03"]) == {"device-01", "device-02", "device-04"}
     with pytest.raises(ConfigError, match="leave no device"):
         chosen(names=["nobody"])
     with pytest.raises(ConfigError, match="leave 2 of 4 devices of the simulation, the run needs at least 3"):

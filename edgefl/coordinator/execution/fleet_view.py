@@ -84,6 +84,7 @@ class RunSpec:
         run_id: as in the store.
         header: common to all its instructions: task, options, seed.
         groups, names: which devices take part; empty for all with a shard for `task`.
+        excluded: which do not, evaluators among them.
         join_at_start: only devices present at the first dispatch take part.
         encode: (model, version) -> body for the devices.
         decode: body -> displacement; raises CodecError.
@@ -123,6 +124,7 @@ class RunSpec:
     min_devices: int = 1
     wait_s: float | None = None
     find_shortage: Callable[[FleetView, str], Blocker | None] = ignore_shortages
+    excluded: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> Json | None:
@@ -131,7 +133,7 @@ class RunSpec:
 
 
 class EligibilityFilter:
-    """Decides which devices take part in a run. Evaluators with a shard for its task always do."""
+    """Decides which devices take part in a run. Evaluators with a shard for its task do unless they are excluded."""
 
     def __init__(self, run: RunSpec) -> None:
         self._run = run
@@ -145,11 +147,13 @@ class EligibilityFilter:
         ):
             return False
         if info.role == Role.EVALUATOR:
-            return run.task in info.tasks
+            return run.task in info.tasks and info.device_id not in run.excluded
         if explain_missing_features(info, run.header):
             return False
         is_member = self._members is None or info.device_id in self._members
-        return is_member and is_selected(info, task=run.task, groups=run.groups, names=run.names)
+        return is_member and is_selected(
+            info, task=run.task, groups=run.groups, names=run.names, excluded=run.excluded
+        )
 
     def on_first_dispatch(self, present_ids: Iterable[str]) -> None:
         """Records the first dispatch: with `join_at_start` no device joins afterwards."""
@@ -157,12 +161,15 @@ class EligibilityFilter:
             self._members = frozenset(present_ids)
 
 
-def is_selected(info: DeviceInfo, *, task: str, groups: Sequence[str], names: Sequence[str]) -> bool:
+def is_selected(
+    info: DeviceInfo, *, task: str, groups: Sequence[str], names: Sequence[str], excluded: Sequence[str] = ()
+) -> bool:
     """Returns whether a run file selects this trainer, by shard for the task, group and name."""
     return (
         task in info.tasks
         and (not groups or not set(groups).isdisjoint(info.groups))
         and (not names or info.device_id in names)
+        and info.device_id not in excluded
     )
 
 

@@ -153,13 +153,14 @@ def _list_members(config: RunConfig, registry: DeviceRegistry) -> Iterator[Devic
 
     One that is offline counts: it may come back while the run goes on.
     """
+    devices = config.devices
     for info in registry.list_devices():
         if registry.is_drained(info.device_id):
             continue
-        if (info.role == Role.EVALUATOR and config.run.task in info.tasks) or (
-            info.role == Role.TRAINER
-            and is_selected(info, task=config.run.task, groups=config.devices.groups, names=config.devices.names)
-        ):
+        names = () if info.role == Role.EVALUATOR else devices.names
+        groups = () if info.role == Role.EVALUATOR else devices.groups
+        is_chosen = is_selected(info, task=config.run.task, groups=groups, names=names, excluded=devices.exclude)
+        if is_chosen and info.role in {Role.EVALUATOR, Role.TRAINER}:
             yield info
 
 

@@ -163,7 +163,11 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     shortages = _find_shortages(run, available)
     reasons, available = reasons | shortages, {n: info for n, info in available.items() if n not in shortages}
     evaluators = [
-        i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
+        i
+        for i in registry.list_schedulable()
+        if i.role == Role.EVALUATOR
+        and run.config.run.task in i.tasks
+        and i.device_id not in run.config.devices.exclude
     ]
     metered = () if availability is None else availability.metered
     health = {name: replace(registry.health.get(name) or HealthMetrics(), is_metered=True) for name in metered}
@@ -269,6 +273,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
     blocker = find_training_blocker(info, needs_torch=run.needs_torch, compiled=compiled)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
+        (info.device_id in devices.exclude, "the run file excludes it"),
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, explain_missing_shard(info, task)),
@@ -690,7 +695,9 @@ def compute_bytes_per_device(strategy: Any, model: Tensors) -> int:
 def is_selected_trainer(info: DeviceInfo, config: RunConfig) -> bool:
     """Returns whether a device trains, and a run file selects it."""
     devices = config.devices
-    chosen = is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
+    chosen = is_selected(
+        info, task=config.run.task, groups=devices.groups, names=devices.names, excluded=devices.exclude
+    )
     return info.role == Role.TRAINER and chosen
 
 
@@ -732,13 +739,7 @@ def check_trainers(
     Raises:
         TaskError: none of them can.
     """
-    devices = config.devices
-    selected = [
-        info
-        for info in registry.list_devices()
-        if info.role == Role.TRAINER
-        and is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
-    ]
+    selected = [info for info in registry.list_devices() if is_selected_trainer(info, config)]
     reasons = {
         info.device_id: find_training_blocker(info, needs_torch=needs_torch, compiled=compiled) for info in selected
     }

@@ -944,6 +944,7 @@ class RunScheduler:
             header=components.header,
             groups=config.devices.groups,
             names=config.devices.names,
+            excluded=config.devices.exclude,
             join_at_start=config.devices.join == "start",
             encode=components.encode if split is None else split.encode_front,
             encode_whole=None if split is None else components.encode,

@@ -242,7 +242,7 @@ def describe_fleet(  # noqa: PLR0913 those of `simulate`
     Raises:
         EdgeflError: something in it makes no sense, or data is missing.
     """
-    measured = select_boards(measured, config.devices.names, config.devices.groups)
+    measured = select_boards(measured, config.devices)
     names, limits = [board.name for board in measured], list[str]()
     if measured:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgefl.core.config import DevicesSection
 from edgefl.core.errors import DataError
 from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Json
@@ -119,23 +120,24 @@ def measure_boards(
     return found
 
 
-def select_boards(
-    boards: Sequence[MeasuredBoard], names: Sequence[str], groups: Sequence[str]
-) -> list[MeasuredBoard]:
+def select_boards(boards: Sequence[MeasuredBoard], devices: DevicesSection) -> list[MeasuredBoard]:
     """Returns the boards that a run file's `[devices]` lets take part; all where it names none.
 
     Raises:
         DataError: none of them is left.
     """
+    names, groups, excluded = devices.names, devices.groups, devices.exclude
     found = [
         board
         for board in boards
-        if (not names or board.name in names) and (not groups or not set(groups).isdisjoint(board.groups))
+        if (not names or board.name in names)
+        and (not groups or not set(groups).isdisjoint(board.groups))
+        and board.name not in excluded
     ]
     if boards and not found:
         raise DataError(
             f"none of the {len(boards)} boards that have trained the task is among devices.names and devices.groups "
-            f"of the run file, such as {(*names, *groups)[0]}"
+            f"of the run file, such as {(*names, *groups, *excluded)[0]}, without those in devices.exclude"
         )
     return found
 

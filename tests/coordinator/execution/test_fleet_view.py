@@ -69,6 +69,14 @@ def site():
     return made
 
 
+def test_whom_a_run_excludes_it_neither_trains_nor_evaluates_on():
+    made = Site(excluded=("pi-1", "judge"))
+    made.add("pi-2", "pi-1")
+    made.add("judge", "other", role="evaluator")
+    made.view.refresh()
+    assert sorted(made.view.devices) == ["other", "pi-2"]
+
+
 def test_what_it_gives_stays_as_it_is_until_it_is_refreshed(site):
     idle = site.view.idle
     site.add("pi-3")

@@ -172,6 +172,9 @@ def test_it_names_who_takes_part_and_why_others_do_not(registry: DeviceRegistry,
     assert named["judge"]["reason"] == "it is an evaluator, and trains nothing"
     assert named["pi-9"]["reason"] == "there is no such device in the fleet"
     assert rows(plan(registry, store, devices={"groups": ["lab"]}))["pi-1"]["reason"] == "it is in none of the groups"
+    without = plan(registry, store, devices={"exclude": ["pi-2", "judge"]})
+    assert (rows(without)["pi-2"]["reason"], without["evaluators"]) == ("the run file excludes it", [])
+    assert without["num_devices"] == 1
 
 
 def test_a_drained_board_and_one_without_torch_are_said_to_be_so(registry: DeviceRegistry, store: Store) -> None:

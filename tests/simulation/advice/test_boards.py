@@ -110,11 +110,12 @@ def test_only_boards_of_the_run_file_take_part():
 
     def select(**devices):
         config = parse_run({"run": {"task": "digits"}, "devices": devices}).devices
-        return [board.name for board in select_boards(boards, config.names, config.groups)]
+        return [board.name for board in select_boards(boards, config)]
 
     assert select() == ["pi-1", "pi-2", "pi-3"]
     assert select(groups=["yard"]) == ["pi-2", "pi-3"]
     assert select(groups=["yard"], names=["pi-1", "pi-3"]) == ["pi-3"]
+    assert select(groups=["yard"], exclude=["pi-3"]) == ["pi-2"]
     with pytest.raises(DataError, match=r"none of the 3 boards that have trained the task is among .* such as pi-9"):
         select(names=["pi-9"])
 
