@@ -41,6 +41,12 @@ from edgefl.system.object_storage import ObjectAddress
 log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 100
+USE_COLUMNS = (
+    "run_id", "name", "status", "gateways", "inherited_model", "scales_run", "first_round", "last_round",
+    "num_assignments", "num_used", "first_at", "last_at", "clean_version", "shards",
+    "models", "deployments", "replaced_by",
+)  # fmt: skip
+MAX_SHARDS = 3
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\Z")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -137,6 +143,43 @@ def advice_(*, source: Source, fmt: str) -> None:
 
     rows = read_errors(source)
     print_rows(rows, select_known_columns(rows, ERROR_COLUMNS, _JOULE_COLUMNS), fmt, kind="advice-errors")
+
+
+@command.command()
+@click.argument("device", metavar="DEVICE")
+@click.option(
+    "--since", help="Data from then on: an age (2h, 7d) or an ISO date and time; earlier work had none of it."
+)
+@click.option("--until", help="The data was removed from the board then; later work had none of it.")
+@source_options
+@format_option
+def uses(*, device: str, since: str | None, until: str | None, source: Source, fmt: str) -> None:
+    """List the runs that used data of DEVICE, and the kept models and deployments that come of it.
+
+    A run that began with a model of such a run, or with its means and scales, is there too. DEVICE may be a board
+    behind a site gateway. Files of `edgefl model export` are not followed.
+    """
+    now = datetime.now(tz=UTC).timestamp()
+    times = [None if text is None else parse_time(text, now=now) for text in (since, until)]
+    rows = source.list_device_uses(device, *times)
+    if fmt == "table":
+        rows = [_shorten_use(row) for row in rows]
+    print_rows(rows, select_known_columns(rows, USE_COLUMNS, frozenset(USE_COLUMNS[3:])), fmt, kind="uses")
+
+
+def _shorten_use(row: Json) -> Json:
+    """Returns what a table shows of a use."""
+    models = [f"{model['sha256'][:12]} (round {model['round']})" for model in row["models"]]
+    deployments = [f"{one['deployment_id']} ({one['status']})" for one in row["deployments"]]
+    newest = row["shards"][-MAX_SHARDS:]
+    shards = [
+        f"{one['version']}: {one['examples']} in rounds {one['first_round']}-{one['last_round']}" for one in newest
+    ]
+    if left := len(row["shards"]) - len(newest):
+        shards.insert(0, f"{left} more")
+    lists = {"shards": shards, "models": models, "deployments": deployments}
+    lists |= {name: row[name] for name in ("gateways", "replaced_by")}
+    return {**row, **{name: value or None for name, value in lists.items()}}
 
 
 @command.command()

@@ -237,6 +237,37 @@ def resume(*, run: str, url: str | None) -> None:
 
 @command.command()
 @run_argument
+@click.option("--device", "devices", multiple=True, required=True, help="Left out; may be repeated.")
+@click.option(
+    "--since", help="Its data from then on is meant: an age (2h, 7d) or an ISO date and time [default: all]."
+)
+@click.option(
+    "--keep-device", is_flag=True, help="It takes part again: what is to be forgotten was removed from its shard."
+)
+@click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
+@url_option
+def forget(
+    *, run: str, devices: tuple[str, ...], since: str | None, keep_device: bool, watches: bool, url: str | None
+) -> None:
+    """Queue a run that replaces RUN (default: the newest) without the data of a device, and print its id.
+
+    It starts from the newest kept model from before the device's first assignment, with the rounds that are left;
+    where none is kept, from where RUN did. All other settings are those of RUN, whose own models stay.
+    """
+    from edgefl.cli.history import parse_time  # noqa: PLC0415 fast start
+
+    at = None if since is None else parse_time(since, now=time.time())
+    body = {"devices": list(devices), "since": at, "keep_devices": keep_device}
+    made = make_client(url).post(f"{make_path('runs', run)}/forget", body)
+    for note in made.get("notes", ()):
+        echo(note, err=True)
+    echo(made["run_id"])
+    if watches:
+        _watch_run(made["run_id"], url)
+
+
+@command.command()
+@run_argument
 @click.option("--out", type=FILE_TYPE, help="A file for it [default: standard output].")
 @url_option
 def result(*, run: str, out: Path | None, url: str | None) -> None:

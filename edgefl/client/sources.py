@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -61,6 +61,10 @@ class ApiSource:
     def explain_round(self, run: str, round_number: int | None) -> Json:
         """Returns the diagnosis of a round's duration; of the longest round without a number."""
         return self._get_history("why", {"run": run, "round": round_number})
+
+    def list_device_uses(self, device_id: str, since: float | None, until: float | None) -> list[Json]:
+        """Returns the runs that had data of a device, each a `RunUse` as JSON."""
+        return _get_rows(self._get_history("uses", {"device": device_id, "since": since, "until": until}))
 
     def find_run(self, text: str) -> RunInfo:
         """Returns a run for figures; its batch size by this installation's defaults."""
@@ -142,6 +146,12 @@ class DirectorySource:
 
         with self._open_store() as store:
             return {"v": 1, **diagnose_round(get_round_details(store, run, round_number))}
+
+    def list_device_uses(self, device_id: str, since: float | None, until: float | None) -> list[Json]:
+        from edgefl.storage.queries.uses import list_device_uses  # noqa: PLC0415 SQLAlchemy is slow to load
+
+        with self._open_store() as store:
+            return [asdict(use) for use in list_device_uses(store, device_id, since=since, until=until)]
 
     def find_run(self, text: str) -> RunInfo:
         from edgefl.history.series import RunInfo  # noqa: PLC0415 numpy is slow to load

@@ -282,8 +282,12 @@ def test_a_run_excludes_devices_that_it_does_not_name_and_says_which_run_it_repl
     assert (config.devices.exclude, config.run.replaces) == (("b",), "20260301-1")
     assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     plain = parse_run({"run": {"task": "digits"}}).to_json()
-    assert "exclude" not in plain["devices"] and "replaces" not in plain["run"], "stored runs stay as they are"
-    refused({"run": {"task": "digits"}, "devices": {"names": ["a"], "exclude": ["a"]}}, "devices.names and devices.exclude both have 'a'")
+    assert "exclude" not in plain["devices"], "stored runs stay as they are"
+    assert "replaces" not in plain["run"]
+    refused(
+        {"run": {"task": "digits"}, "devices": {"names": ["a"], "exclude": ["a"]}},
+        "devices.names and devices.exclude both have 'a'",
+    )
     refused({"run": {"task": "digits", "replaces": "../x"}}, "run.replaces must be the id of a run, got '../x'")
 
 

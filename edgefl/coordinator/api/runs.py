@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.auth import get_request_source
+from edgefl.coordinator.runs.forgetting import ForgetRequest, record_replacement, replace_run
 from edgefl.coordinator.runs.scales import find_scales_run
 from edgefl.core.analyses import has_result
 from edgefl.core.config import RunConfig, check_run_name, parse_run, parse_run_text
@@ -31,11 +32,14 @@ from edgefl.storage.queries.history import (
     read_history,
     read_history_page,
 )
+from edgefl.storage.queries.uses import list_device_uses
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.repositories.saved_models import find_model, list_models
 from edgefl.strategies.job_strategy import RESULT
 
 MAX_PRIORITY = 1000
+MAX_FORGOTTEN = 1000
+"""Devices that one run is made without."""
 MAX_ROWS = 50_000
 """Maximum rows of one response; more come by pages."""
 CHUNK_BYTES = 1 << 20
@@ -112,7 +116,34 @@ def runs_router(context: ApiContext) -> APIRouter:  # noqa: C901 one function pe
         scheduler.resume_run(run_id)
         return encode_run(store.get_run(run_id))
 
+    _add_forget_route(router, context)
     return router
+
+
+def _add_forget_route(router: APIRouter, context: ApiContext) -> None:
+    store = context.store
+
+    @router.post("/runs/{run}/forget", dependencies=[Depends(context.operator)])
+    def forget_devices(
+        run: str,
+        devices: Annotated[list[str], Body(embed=True, min_length=1, max_length=MAX_FORGOTTEN)],
+        since: Annotated[float | None, Body(embed=True)] = None,
+        keep_devices: Annotated[bool, Body(embed=True)] = False,
+    ) -> Json:
+        replaced = store.get_run(find_run_id(store, run))
+        request = ForgetRequest(devices=tuple(dict.fromkeys(devices)), since=since, keep_devices=keep_devices)
+        config, notes = replace_run(store, context.registry, context.directory, replaced, request)
+        checked = context.check_run(config)
+        # Both or none: who asks an old run finds the one that replaces it.
+        with store.batch(durable=True):
+            if should_find_scales(config):
+                record, note = _queue_normalised_run(context, config, 0)
+                notes.append(note)
+            else:
+                record = _queue_run(context, config, 0)
+            record_replacement(store, replaced.run_id, record.run_id, request, at=time.time())
+        context.clients.run_scheduler.wake()
+        return {**checked, "notes": [*checked.get("notes", ()), *notes], **encode_run(record)}
 
 
 def history_router(context: ApiContext) -> APIRouter:
@@ -123,6 +154,11 @@ def history_router(context: ApiContext) -> APIRouter:
     @router.get("/history/why")
     def diagnose(run: str, round: int | None = None) -> Json:  # noqa: A002 the parameter's name in the URL
         return {"v": PROTOCOL_VERSION, **diagnose_round(get_round_details(store, run, round))}
+
+    @router.get("/history/uses")
+    def list_uses(device: str, since: float | None = None, until: float | None = None) -> Json:
+        uses = list_device_uses(store, device, since=since, until=until)
+        return {"v": PROTOCOL_VERSION, "kind": "uses", "rows": [asdict(use) for use in uses]}
 
     @router.get("/history/{kind}")
     def list_rows(  # noqa: PLR0913 one parameter per filter

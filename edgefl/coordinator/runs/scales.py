@@ -14,6 +14,7 @@ from edgefl.core.types import Json
 from edgefl.engine.assembly.normalisation import apply_scales, check_same_columns, find_named_run, should_find_scales
 from edgefl.storage.checkpoints import open_tensor_bytes
 from edgefl.storage.queries.history import find_run_id
+from edgefl.storage.queries.uses import SCALES_TAKEN
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
 from edgefl.strategies.job_strategy import RESULT
@@ -58,6 +59,8 @@ def record_scales(record: RunRecord, store: Store, directory: CoordinatorDirecto
     found = apply_scales(config, result).to_json()
     with store.batch(durable=True):
         store.set_run_config(record.run_id, found)
+        message = f"takes the means and scales that run {run_id} has found"
+        store.record_event(SCALES_TAKEN, message, at=time.time(), run_id=record.run_id, data={"run_id": run_id})
         _record_left_out(record.run_id, result, store)
     log.info("run %s takes the means and scales that run %s has found", record.run_id, run_id)
     return replace(record, config=found)

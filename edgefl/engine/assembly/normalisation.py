@@ -74,6 +74,11 @@ def name_scales_run(config: RunConfig, run_id: str) -> RunConfig:
     return replace(config, task={**config.task, NORMALISE: f"{OF_RUN}{run_id}"})
 
 
+def ask_scales_again(config: RunConfig) -> RunConfig:
+    """Returns a run's settings without the numbers that were found: the boards that are left are asked for others."""
+    return replace(config, task={**_remove(config.task), NORMALISE: FLEET})
+
+
 def check_same_columns(config: RunConfig, asked: Mapping[str, Mapping[str, Scalar]]) -> None:
     """Checks that a run asked for the scales of another one's columns.
 
