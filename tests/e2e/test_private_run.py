@@ -25,7 +25,7 @@ def read_spend(root: Path) -> PrivacySpend:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("num_kills", "num_rounds"),
-    [(1, 10), pytest.param(100, 250, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])],
+    [(1, 10), pytest.param(100, 250, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
 )
 @pytest.mark.skipif(
     find_spec("dp_accounting") is None,
