@@ -166,8 +166,8 @@ def privacy(  # noqa: PLR0913 one per option
         _print_inversion(config, fleet_data, examples, trials, fmt)
         return
     if attack == "property":
-        wanted = (class_number or 0, DEFAULT_SHARE if share is None else share)
-        _print_property(config, fleet_data, wanted, examples, trials, confidence or DEFAULT_CONFIDENCE, fmt)
+        requested = (class_number or 0, DEFAULT_SHARE if share is None else share)
+        _print_property(config, fleet_data, requested, examples, trials, confidence or DEFAULT_CONFIDENCE, fmt)
         return
     from edgefl.simulation.privacy_audit import audit_privacy  # noqa: PLC0415 likewise
 
@@ -217,7 +217,7 @@ def _print_inversion(config: RunConfig, data: FleetData, examples: int | None, t
 def _print_property(  # noqa: PLR0913, PLR0917 one per option
     config: RunConfig,
     data: FleetData,
-    wanted: tuple[int, float],
+    requested: tuple[int, float],
     examples: int | None,
     trials: int | None,
     confidence: float,
@@ -228,10 +228,10 @@ def _print_property(  # noqa: PLR0913, PLR0917 one per option
     found = audit_property(
         config,
         data,
-        Property(class_number=wanted[0], share=wanted[1]),
+        Property(class_number=requested[0], share=requested[1]),
         num_examples=examples,
         num_trials=trials or DEFAULT_TRIALS["property"],
         confidence=confidence,
     )
-    title = f"property inference: share {wanted[1]:g} of class {wanted[0]}, or none; guessing has 0.5"
+    title = f"property inference: share {requested[1]:g} of class {requested[0]}, or none; guessing has 0.5"
     print_rows([asdict(audit) for audit in found], PROPERTY_COLUMNS, fmt, title=title, kind="audit-property")

@@ -126,7 +126,7 @@ def _audit_view(  # noqa: PLR0913 the last two by name
 ) -> InversionAudit:
     rng = derive_rng(view.config.run.seed, "inversion")
     groups = [
-        [rng.choice(shards[rng.integers(len(shards))], num_examples, replace=False) for _ in range(view.boards)]
+        [rng.choice(shards[int(rng.integers(len(shards)))], num_examples, replace=False) for _ in range(view.boards)]
         for _ in range(num_trials)
     ]
     rows = np.unique(np.concatenate(shards))
@@ -205,7 +205,8 @@ def reconstruct(
         return distance, slope @ directions.T
 
     best = _match(compute, 0.0, scale, (len(targets), len(directions)), rng)
-    return np.clip(origin + best @ directions, low, high).reshape(shape)
+    guesses: Array = np.clip(origin + best @ directions, low, high).reshape(shape)
+    return guesses
 
 
 def _find_dense(learner: Learner, seen: Mapping[str, Array], size: int) -> tuple[Array, Array] | None:
@@ -240,7 +241,7 @@ def span_examples(weight: Array, bias: Array, number: int) -> tuple[Array, Array
     rows = np.linalg.svd(np.column_stack([weight, bias]), full_matrices=False)[2][:number]
     last = rows[:, -1]
     # Weights a with a'last = 1: for the bias each example is a 1.
-    origin = last / max(np.finfo(float).tiny, float(last @ last)) @ rows[:, :-1]
+    origin: Array = last / max(np.finfo(float).tiny, float(last @ last)) @ rows[:, :-1]
     others = np.linalg.svd(last[None])[2][1:]
     return origin, others @ rows[:, :-1]
 

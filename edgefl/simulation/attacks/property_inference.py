@@ -63,7 +63,7 @@ class Property:
 def audit_property(
     config: RunConfig,
     data: FleetData,
-    wanted: Property,
+    requested: Property,
     *,
     num_examples: int | None = None,
     num_trials: int = 100,
@@ -74,7 +74,7 @@ def audit_property(
     Args:
         config: the run; it may have no protection.
         data: of its fleet; the attacker has half of the examples, the boards that are guessed the other half.
-        wanted: the property.
+        requested: the property.
         num_examples: of a board; None for the median of the fleet.
         num_trials: boards that are guessed, an even number from 20, and as many shadows.
         confidence: of the interval, in (0, 1).
@@ -88,12 +88,12 @@ def audit_property(
         raise ConfigError(f"property inference needs an even number of trials from {MIN_TRIALS}, got {num_trials}")
     if not 0.0 < confidence < 1.0:
         raise ConfigError(f"the confidence of an audit must be in (0, 1), got {confidence:g}")
-    if not 0.0 < wanted.share <= 1.0:
-        raise ConfigError(f"the share of a class must be in (0, 1], got {wanted.share:g}")
+    if not 0.0 < requested.share <= 1.0:
+        raise ConfigError(f"the share of a class must be in (0, 1], got {requested.share:g}")
     size = num_examples or int(np.median([len(shard.train) for shard in data.shards]))
     rng = derive_rng(config.run.seed, "property")
     rows = rng.permutation(np.unique(np.concatenate([shard.train for shard in data.shards])))
-    halves = [_Half.make(half, data.pool.targets, wanted, size) for half in np.array_split(rows, 2)]
+    halves = [_Half.make(half, data.pool.targets, requested, size) for half in np.array_split(rows, 2)]
     found = []
     for view in list_views(config, len(data.shards)):
         has = rng.permutation(np.arange(num_trials) % 2 == 0)
@@ -125,20 +125,20 @@ class _Half:
     size: int
 
     @classmethod
-    def make(cls, rows: Array, targets: Array, wanted: Property, size: int) -> _Half:
+    def make(cls, rows: Array, targets: Array, requested: Property, size: int) -> _Half:
         """Raises a `DataError` where no such boards can be made."""
         if targets.ndim != 1 or targets.dtype.kind not in "iu":
             raise DataError("property inference needs one class for each example")
-        is_of_class = targets[rows] == wanted.class_number
+        is_of_class = targets[rows] == requested.class_number
         half = cls(
             of_class=rows[is_of_class],
             others=rows[~is_of_class],
-            num_of_class=max(1, round(wanted.share * size)),
+            num_of_class=max(1, round(requested.share * size)),
             size=size,
         )
         if len(half.of_class) < half.num_of_class or len(half.others) < size:
             raise DataError(
-                f"half of the examples has {len(half.of_class)} of class {wanted.class_number} and "
+                f"half of the examples has {len(half.of_class)} of class {requested.class_number} and "
                 f"{len(half.others)} others; boards of {size} examples need {half.num_of_class} and {size}: take "
                 "fewer examples for a board, a smaller share or another class"
             )
@@ -168,7 +168,7 @@ def _observe(view: View, data: FleetData, half: _Half, has: Array, rng: np.rando
     around = [source.train(number) for number in range(len(targets), len(targets) + len(others))]
     seen = np.empty((len(targets), size), np.float32)
     for number in range(len(targets)):
-        chosen = rng.choice(len(around), view.boards - 1, replace=False) if around else []
+        chosen = rng.permutation(len(around))[: view.boards - 1]
         tensors = source.combine([source.train(number), *(around[index] for index in chosen)], view.seen_by)
         flat = np.concatenate([np.ravel(tensors[name]) for name in source.model if name in tensors])
         seen[number] = np.pad(flat, (0, size - len(flat)))

@@ -102,6 +102,10 @@ def test_an_example_is_the_quotient_of_a_logistic_regressions_gradients():
     sent = np.where(np.arange(12) % 3, gradients["fc1.weight"], 0.0)
     assert divide_by_bias(sent, gradients["fc1.bias"])[1] == pytest.approx(features[0, 1], abs=1e-5)
     assert divide_by_bias(sent, gradients["fc1.bias"])[0] == 0.0
+    gradients["fc1.weight"][0, 5] = 0.0
+    assert divide_by_bias(gradients["fc1.weight"], gradients["fc1.bias"])[5] == pytest.approx(
+        features[0, 5], abs=1e-5
+    )
 
 
 def test_examples_lie_in_the_span_of_the_first_layers_gradient():

@@ -21,9 +21,9 @@ ZEROS = Property(class_number=0, share=0.5)
 
 @pytest.fixture
 def infer():
-    def call(changes=None, *, wanted=ZEROS, devices=6, **options):
+    def call(changes=None, *, requested=ZEROS, devices=6, **options):
         config, data = prepare_simulation(parse_run({**PLAIN, **(changes or {})}), devices=devices)
-        found = audit_property(config, data, wanted, **{"num_examples": 30, "num_trials": 40, **options})
+        found = audit_property(config, data, requested, **{"num_examples": 30, "num_trials": 40, **options})
         return {(audit.settings, audit.seen_by): audit for audit in found}
 
     return call
@@ -76,8 +76,18 @@ def test_the_interval_is_wilsons():
     [
         ({}, {"num_trials": 21}, ConfigError, "an even number of trials from 20, got 21"),
         ({}, {"confidence": 1.0}, ConfigError, r"confidence of an audit must be in \(0, 1\), got 1"),
-        ({}, {"wanted": Property(class_number=0, share=1.5)}, ConfigError, r"share of a class must be in \(0, 1\]"),
-        ({}, {"wanted": Property(class_number=11, share=0.5)}, DataError, "half of the examples has 0 of class 11"),
+        (
+            {},
+            {"requested": Property(class_number=0, share=1.5)},
+            ConfigError,
+            r"share of a class must be in \(0, 1\]",
+        ),
+        (
+            {},
+            {"requested": Property(class_number=11, share=0.5)},
+            DataError,
+            "half of the examples has 0 of class 11",
+        ),
         ({"strategy": {"name": "fedavg", "seconds": 1.0}}, {}, ConfigError, "give strategy.epochs or iterations"),
         ({"strategy": {"name": "dsgd"}}, {}, ConfigError, "a strategy whose boards send the update of one model"),
         ({"compression": {"up": "auto"}}, {}, ConfigError, "one codec as compression.up, got 'auto'"),
