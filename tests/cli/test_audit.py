@@ -65,7 +65,8 @@ def test_inversion_and_property_inference_have_tables_of_their_own(run, write):
 )
 def test_a_promise_that_does_not_hold_has_an_exit_code_of_its_own(run, write, monkeypatch):
     file = write(PLAIN + PRIVATE)
-    assert run("audit", "privacy", file, *WORDS).code == 0
+    # The noise is the system's: at the default confidence an audit may err once in twenty times.
+    assert run("audit", "privacy", file, *WORDS, "--confidence", 0.999999).code == 0
     monkeypatch.setattr(PrivateMean, "update_noise", property(lambda _: 0.0))
     broken = run("audit", "privacy", file, *WORDS)
     assert broken.code == 50

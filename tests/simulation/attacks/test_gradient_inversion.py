@@ -120,7 +120,7 @@ def test_examples_lie_in_the_span_of_the_first_layers_gradient():
 def test_the_slope_of_a_distance_is_that_of_differences_and_the_distance_is_0_at_the_batch(kind):
     learner, gradients, features, targets = make_gradient((6, 8, 3), 2)
     if kind == "torch":
-        torch = pytest.importorskip("torch")
+        torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
         module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
         names = dict(zip(gradients, ("0.weight", "0.bias", "2.weight", "2.bias"), strict=True))
         weights, learner = learner.read(), torch_learner.TorchLearner(module)
