@@ -232,6 +232,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             shard_readers.tables,
             "tasks/datasets/table_files.py:CsvTable.__enter__",
             "tasks/datasets/table_files.py:CsvTable._read_rows",
+            "tasks/datasets/table_files.py:_load_numbers",
         ),
         "shard-parquet": _entry(
             shard_readers.parquet_files,
