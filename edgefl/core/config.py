@@ -776,10 +776,10 @@ class RunConfig:
 
 
 def _devices_to_json(section: DevicesSection) -> Json:
-    lists = {name: [*getattr(section, name)] for name in ("groups", "names", "exclude")}
+    value = asdict(section) | {name: [*getattr(section, name)] for name in ("groups", "names", "exclude")}
     if not section.exclude:  # stored runs stay as they are
-        del lists["exclude"]
-    return {**{key: item for key, item in asdict(section).items() if key != "exclude"}, **lists}
+        del value["exclude"]
+    return value
 
 
 def adapt_to_json(section: AdaptSection) -> Json:

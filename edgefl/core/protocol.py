@@ -625,6 +625,11 @@ def parse_job_log(lines: object) -> list[str]:
     return [escape_text(str(line)[:MAX_JOB_LOG_CHARS])[:MAX_JOB_LOG_CHARS] for line in lines[:MAX_JOB_LOG_LINES]]
 
 
+def get_speed_name(task: str, model: object) -> str:
+    """Returns the name of a task's model among the speeds that a board has measured: TASK/MODEL, TASK without one."""
+    return task if model is None else f"{task}/{model}"
+
+
 def error_code(error: EdgeflError) -> str:
     """Returns the error's code in HTTP answers: `TokenInvalidError` is `token-invalid`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()

@@ -147,7 +147,7 @@ class EligibilityFilter:
         ):
             return False
         if info.role == Role.EVALUATOR:
-            return run.task in info.tasks and info.device_id not in run.excluded
+            return is_selected_evaluator(info, task=run.task, excluded=run.excluded)
         if explain_missing_features(info, run.header):
             return False
         is_member = self._members is None or info.device_id in self._members
@@ -171,6 +171,11 @@ def is_selected(
         and (not names or info.device_id in names)
         and info.device_id not in excluded
     )
+
+
+def is_selected_evaluator(info: DeviceInfo, *, task: str, excluded: Sequence[str]) -> bool:
+    """Returns whether a device evaluates the models of a task's run, whatever groups and names it selects."""
+    return info.role == Role.EVALUATOR and task in info.tasks and info.device_id not in excluded
 
 
 def explain_missing_shard(info: DeviceInfo, task: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgefl.coordinator.execution.fleet_view import find_training_blocker, is_selected
+from edgefl.coordinator.execution.fleet_view import find_training_blocker, is_selected, is_selected_evaluator
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
@@ -153,14 +153,14 @@ def _list_members(config: RunConfig, registry: DeviceRegistry) -> Iterator[Devic
 
     One that is offline counts: it may come back while the run goes on.
     """
-    devices = config.devices
+    task, devices = config.run.task, config.devices
     for info in registry.list_devices():
         if registry.is_drained(info.device_id):
             continue
-        names = () if info.role == Role.EVALUATOR else devices.names
-        groups = () if info.role == Role.EVALUATOR else devices.groups
-        is_chosen = is_selected(info, task=config.run.task, groups=groups, names=names, excluded=devices.exclude)
-        if is_chosen and info.role in {Role.EVALUATOR, Role.TRAINER}:
+        if is_selected_evaluator(info, task=task, excluded=devices.exclude) or (
+            info.role == Role.TRAINER
+            and is_selected(info, task=task, groups=devices.groups, names=devices.names, excluded=devices.exclude)
+        ):
             yield info
 
 

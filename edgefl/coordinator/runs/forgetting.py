@@ -19,6 +19,7 @@ from edgefl.storage.store import Store
 
 RUN_REPLACED = "run-replaced"
 """Kind of the event of a run that another one replaces."""
+NO_MODEL = "it starts where the replaced run did"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,9 @@ def replace_run(
             "there, then submit this run file with run.init = the new model"
         )
     has_their_scales = any(use.scales_run for use in uses)
-    model, note = (
-        (None, "") if has_their_scales else _find_clean_model(store, directory.models.absolute(), record, uses)
-    )
+    model, note = None, f"{NO_MODEL}: its means and scales are of them, too, and the others are asked for new ones"
+    if not has_their_scales:
+        model, note = _find_clean_model(store, directory.models.absolute(), record, uses)
     config, notes = make_replacement(
         config,
         run_id,
@@ -87,37 +88,28 @@ def replace_run(
     )
     boards = sum(is_selected_trainer(info, config) for info in registry.list_devices())
     config, lowered = require_boards(config, boards)
-    return config, [*filter(None, [note or _describe_start(model)]), *notes, *lowered]
-
-
-def _describe_start(model: CleanModel | None) -> str:
-    if model is None:
-        return "it starts where the replaced run did: no model from before is kept"
-    return f"it starts from the model of round {model.rounds}, which is from before"
+    return config, [note, *notes, *lowered]
 
 
 def _find_clean_model(
     store: Store, folder: Path, record: RunRecord, uses: Sequence[RunUse]
 ) -> tuple[CleanModel | None, str]:
-    """Returns the newest kept model without data of the devices, if there is one, and else why there is none."""
+    """Returns the newest kept model without data of the devices, if any, and a note on where the run starts."""
     versions = [use.clean_version for use in uses]
     known = [version for version in versions if version is not None]
     if len(known) < len(versions):
-        return (
-            None,
-            "it starts where the replaced run did: its updates are pruned, so nobody knows when they took part",
-        )
-    if record.strategy in ANALYSES:  # an analysis starts from nothing
-        return None, ""
+        return None, f"{NO_MODEL}: its updates are pruned, so nobody knows when they took part"
+    if record.strategy in ANALYSES:
+        return None, f"{NO_MODEL}: an analysis has no model to start from"
     for row in store.list_saved_models(record.run_id):
         path = folder / f"{row.sha256}.safetensors"
         if 0 < row.version <= min(known) and path.is_file():
             updates, seconds, num_bytes = read_progress(store, record.run_id, row)
             spent = {"rounds": row.round, "updates": updates, "bytes": num_bytes}
-            return CleanModel(path=str(path), seconds=seconds, **spent), ""
+            model = CleanModel(path=str(path), seconds=seconds, **spent)
+            return model, f"it starts from the model of round {row.round}, which is from before"
     return None, (
-        "it starts where the replaced run did: no model from before is kept; models.keep_every = 1 keeps that of "
-        "each evaluated round"
+        f"{NO_MODEL}: no model from before is kept; models.keep_every = 1 keeps that of each evaluated round"
     )
 
 

@@ -22,6 +22,7 @@ from edgefl.coordinator.execution.fleet_view import (
     explain_missing_shard,
     find_training_blocker,
     is_selected,
+    is_selected_evaluator,
 )
 from edgefl.coordinator.fleet.registry import DeviceRegistry, format_unfit
 from edgefl.coordinator.runs.availability import Availability, CallDevice, ask_availability
@@ -36,6 +37,7 @@ from edgefl.core.protocol import (
     EVALUATOR_NAME,
     MAX_PEER_BYTES,
     METERED_KEY,
+    get_speed_name,
     select_backend,
 )
 from edgefl.core.types import (
@@ -49,7 +51,6 @@ from edgefl.core.types import (
     TrainInstruction,
 )
 from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean
-from edgefl.engine.assembly.rules import get_speed_name
 from edgefl.engine.evaluations import MIN_EVALUATORS
 from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import StoppingCriteria
@@ -162,12 +163,9 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     }
     shortages = _find_shortages(run, available)
     reasons, available = reasons | shortages, {n: info for n, info in available.items() if n not in shortages}
+    task, excluded = run.config.run.task, run.config.devices.exclude
     evaluators = [
-        i
-        for i in registry.list_schedulable()
-        if i.role == Role.EVALUATOR
-        and run.config.run.task in i.tasks
-        and i.device_id not in run.config.devices.exclude
+        info for info in registry.list_schedulable() if is_selected_evaluator(info, task=task, excluded=excluded)
     ]
     metered = () if availability is None else availability.metered
     health = {name: replace(registry.health.get(name) or HealthMetrics(), is_metered=True) for name in metered}

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from edgefl import DISTRIBUTION
 from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.protocol import get_speed_name
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
@@ -261,7 +262,7 @@ def list_measurable_tasks(
         if not traits.needs_torch or "torch" in usable:
             tasks.append((name, shard))
         elif models := list_numpy_models(name):
-            tasks.append((f"{name}/{models[0]}", shard))
+            tasks.append((get_speed_name(name, models[0]), shard))
     return tasks
 
 
@@ -332,8 +333,7 @@ def _read_names(path: Path) -> tuple[str, str] | None:
     manifest = read_manifest(path)
     if manifest is None:
         return None
-    model = manifest.options.get("model")
-    return manifest.task, manifest.task if model is None else f"{manifest.task}/{model}"
+    return manifest.task, get_speed_name(manifest.task, manifest.options.get("model"))
 
 
 def _get_modified_s(path: Path) -> float:

@@ -18,6 +18,7 @@ from edgefl.core.config import (
 from edgefl.core.errors import ConfigError
 from edgefl.core.extensions import format_name
 from edgefl.core.metrics import Metric, MetricSet
+from edgefl.core.protocol import get_speed_name
 from edgefl.core.types import (
     ModelSpec,
     Strategy,
@@ -187,11 +188,6 @@ def make_planner(
         can_shorten=isinstance(get_inner_strategy(strategy), ESync),
         count_bytes=count_bytes,
     )
-
-
-def get_speed_name(task: str, model: object) -> str:
-    """Returns the name of a run's model among the speeds that a board has measured itself."""
-    return task if model is None else f"{task}/{model}"
 
 
 def make_selection(config: RunConfig) -> DeviceSelection:
