@@ -195,6 +195,7 @@ EXAMPLES = {
     "model show": "model show latest",
     "provision jetson": "provision jetson --name orin-01 --out card",
     "provision raspberry-pi": "provision raspberry-pi --boot /media/bootfs --name pi-01",
+    "provision setup": "provision setup --wheels wheels",
     "provision ssh": "provision ssh --hosts boards.txt --wheels wheels --dry-run",
     "provision systemd": "provision systemd --device --install",
     "provision wheels": "provision wheels --board pi-trixie --out wheels",

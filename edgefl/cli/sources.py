@@ -163,6 +163,13 @@ dir_option = click.option(
 )
 
 
+def format_dir_argument(root: Path) -> str:
+    """Returns the `--dir` argument of a command for this directory; empty for the default one."""
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+
+    return "" if root == default_directory() else f" --dir {root}"
+
+
 def record_command(store: Store, action: str) -> None:
     """Adds a command of this machine's user to the audit trail."""
     import getpass  # noqa: PLC0415 fast start

@@ -52,11 +52,11 @@ SECRETS_NOTICE = (
 )
 _STAGE_PREFIX = ".backup-"
 _EXCLUDED_NAMES = frozenset(
-    {"lock", "broker.lock", "backup.lock", "broker", "compiled", LINEAGE_FILE, MARK_FILE}
+    {"lock", "broker.lock", "backup.lock", "broker", "compiled", "setup.sh", "setup.tar", LINEAGE_FILE, MARK_FILE}
     | {HOST_ID_FILE, COPY_MARK, REPLACED_FOLDER}
 )
-"""Locks, what a broker makes anew at each start, the cache of compiled tasks, what is each host's own, and the
-lineage: a restored directory begins another one."""
+"""Locks, what a broker makes anew at each start, the cache of compiled tasks, what boards download, what is each
+host's own, and the lineage: a restored directory begins another one."""
 _MAX_ATTEMPTS = 50
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20

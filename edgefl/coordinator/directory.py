@@ -90,6 +90,8 @@ class CoordinatorDirectory:
     compiled = ChildPath("compiled")
     runs = ChildPath("runs")
     broker = ChildPath("broker")
+    setup_script = ChildPath("setup.sh")
+    setup_payload = ChildPath("setup.tar")
 
     @property
     def store_url(self) -> str | Path:

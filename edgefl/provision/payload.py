@@ -13,6 +13,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -286,6 +287,32 @@ def write_overlay(out: Path, payload: Mapping[str, bytes | Path]) -> None:
         raise make_store_error(out, error) from None
     except tarfile.TarError as error:
         raise StoreError(f"{out} cannot be written: {error}") from None
+
+
+def write_setup(script: Path, payload: Path, extra_files: Mapping[str, bytes | Path]) -> None:
+    """Writes what boards download from a coordinator: the script, and a tar of what it installs.
+
+    Raises:
+        StoreError: they cannot be written.
+    """
+    files = make_payload("", extra_files)
+    for name in SECRET_FILES:
+        files.pop(name, None)
+    files["await.sh"] = provisioning_files.find_path("board/await.sh")
+    try:
+        with open_atomic(payload) as file:
+            write_tar(file, files)
+        with open_atomic(script) as file:  # last: without it no line is printed
+            file.write(provisioning_files.find_path("board/setup.sh").read_bytes())
+    except OSError as error:
+        raise make_store_error(payload, error) from None
+
+
+def write_tar(out: IO[bytes], files: Mapping[str, bytes | Path]) -> None:
+    """Writes files into a tar stream; root owns them, and only root reads them."""
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in sorted(files.items()):
+            add_entry(tar, name, content, mode=0o600)
 
 
 def add_entry(

@@ -21,20 +21,19 @@ import contextlib
 import re
 import shlex
 import subprocess
-import tarfile
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, NotFoundError
 from edgefl.core.protocol import validate_slug
 from edgefl.core.safe_parsing import parse_json
 from edgefl.device.enrolment.join_file import ROLES
-from edgefl.provision.payload import add_entry, render_shard_drop_ins
+from edgefl.provision.payload import render_shard_drop_ins, write_tar
 
 # Nothing with a meaning as an option of ssh or to a shell.
 _HOST = re.compile(
@@ -293,13 +292,6 @@ class SshConnection:
     def _close_connection(self) -> None:
         command = [*self._make_ssh_command(), "-O", "exit", "--", self.host.host]
         subprocess.run(command, capture_output=True, timeout=CONNECT_TIMEOUT_S, check=False)
-
-
-def write_tar(out: IO[bytes], files: Mapping[str, bytes | Path]) -> None:
-    """Writes files into a tar stream; root owns them, and only root reads them."""
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for name, content in sorted(files.items()):
-            add_entry(tar, name, content, mode=0o600)
 
 
 def _format_failure(host: SshHost, errors: str) -> str:

@@ -176,7 +176,7 @@ def test_nothing_is_done_without_a_role(screens: House) -> None:
         body: '{}' })).status"""
     for path in ("tokens", "runs", "run-files", "devices/device-01/drain", "runs/latest/stop"):
         assert [page.evaluate(ask, [path, token]) for token in ("", "wrong")] == [401, 401], path
-    assert page.locator("img.qr").count() == 0
+    assert page.locator(".join-line").count() == 0
 
 
 def test_the_audit_trail_names_people_as_text_and_a_revoked_one_is_signed_out(screens: House) -> None:
@@ -212,17 +212,24 @@ def test_the_audit_trail_names_people_as_text_and_a_revoked_one_is_signed_out(sc
     page.get_by_role("button", name="Sign in").wait_for()
 
 
-def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) -> None:
+def test_a_token_is_shown_once_with_its_command_or_with_one_line_where_boards_can_download_edgefl(
+    screens: House,
+) -> None:
     screen = screens.open("join")
     page = screen.page
     page.get_by_label("How many boards").fill("3")
     page.get_by_role("button", name="Make a token").click()
-    picture = page.get_by_role("img", name="QR code of the command that joins")
-    picture.wait_for()
     assert " edgefl device join 127.0.0.1:" in page.get_by_label("The command that joins").inner_text()
-    page.wait_for_function("() => document.querySelector('img.qr').naturalWidth > 100")
     with Store.open(screens.fleet.database, read_only=True) as store:
         assert 3 in {token.uses_left for token in store.list_tokens()}
+    for name in ("setup.sh", "setup.tar"):
+        (screens.fleet.directory / name).write_bytes(b"")
+    page.get_by_role("button", name="Make a token").click()
+    line = page.get_by_label("The line that installs and joins")
+    line.wait_for()
+    assert "/edgefl/v1/setup/setup.sh | sudo" in line.inner_text()
+    page.get_by_role("button", name="Copy the line").wait_for()
+    assert not page.get_by_label("The command that joins").is_visible()
     assert screen.complaints == []
 
 

@@ -1,7 +1,8 @@
-"""install.sh, run for real against a folder: a real virtual environment, real wheels, a systemctl that only notes."""
+"""install.sh and setup.sh, run for real: a real virtual environment, real wheels, a systemctl that only notes."""
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import hashlib
 import os
@@ -13,12 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_wheels import make_wheel
 
+from edgefl.coordinator.enrolment.tokens import format_setup_command
+from edgefl.device.enrolment.join_file import JoinFile
 from edgefl.device.updates.protocol import (
     InstallAttempt,
     InstallPhase,
@@ -28,7 +32,7 @@ from edgefl.device.updates.protocol import (
     write_status,
 )
 from edgefl.device.updates.slots import InstalledPack, SlotRecord, Slots
-from edgefl.provision.payload import make_payload
+from edgefl.provision.payload import make_payload, render_shard_drop_ins, write_setup
 from edgefl.provision.provisioning_files import find_path as source
 from edgefl.provision.ssh_host import CommandResult
 from edgefl.system.atomic_files import is_locked
@@ -370,3 +374,88 @@ def _files(root: Path) -> dict[str, int]:
         for path in root.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+PLACES = ["/home/pi/data.npz", "/srv/rows.csv", "/home/pi/pictures", "/tmp/x/y.d/z.npz"]
+NEEDS_CURL = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
+
+
+def _offer(board: Board, door: Any) -> None:
+    """Makes what the board would install what it downloads from this coordinator."""
+    (board.root / "var/tmp").mkdir(parents=True)
+    board.program("sudo", 'shift\nexec "$@"')
+    wheels = {f"wheels/{path.name}": path for path in (board.folder / "wheels").iterdir()}
+    write_setup(door.directory.setup_script, door.directory.setup_payload, wheels)
+
+
+def _paste(board: Board, line: str) -> subprocess.CompletedProcess[str]:
+    path = f"{board.programs}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "EDGEFL_ROOT": str(board.root)}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(
+        ["sh", "-c", line], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@NEEDS_CURL
+def test_one_pasted_line_downloads_edgefl_installs_it_and_hands_the_token_over(board: Board, front_door: Any) -> None:
+    assert format_setup_command(front_door.token(), front_door.directory) is None, "nothing to download yet"
+    _offer(board, front_door)
+    token = front_door.token()
+    line = format_setup_command(token, front_door.directory)
+    assert line is not None
+    data = {f"task{number}:Own": path for number, path in enumerate(PLACES)}
+    done = _paste(board, line.replace("TASK=PATH", " ".join(f"{task}={path}" for task, path in data.items())))
+    assert done.returncode == 0, done.stderr
+    assert board.runs() == "edgefl, version 1.0"
+    assert board.systemctl_calls()[-1] == "start --no-block edgefl-join.service"
+    file = JoinFile.parse((board.root / "etc/edgefl/join.json").read_text())
+    assert file == JoinFile(token=token.text(), shards=data, addresses=(front_door.address,))
+    for name, drop_in in render_shard_drop_ins(data).items():
+        units = board.root / "etc/systemd/system"
+        assert (units / name.removeprefix("units/")).read_bytes() == drop_in
+    assert list((board.root / "var/tmp").iterdir()) == [], "the token lies in one place only"
+    assert token.secret not in done.stdout + done.stderr
+    assert front_door.requests == ["GET /edgefl/v1/setup/setup.sh", "GET /edgefl/v1/setup/payload.tar"]
+
+
+@NEEDS_CURL
+def test_a_pasted_line_that_is_wrong_installs_nothing_and_says_why(board: Board, front_door: Any) -> None:
+    _offer(board, front_door)
+    line = format_setup_command(front_door.token(), front_door.directory)
+    assert line is not None
+    over = format_setup_command(front_door.token(ttl_s=-1.0), front_door.directory)
+    foreign = replace(front_door.token(), secret="x" * 32)
+    stranger = format_setup_command(foreign, front_door.directory)
+    pin = line.split()[line.split().index("--pinnedpubkey") + 1]
+    other_pin = f"sha256//{base64.b64encode(bytes(32)).decode()}"
+    for wrong, reason in {
+        line: "data is TASK=PATH",
+        line.replace("TASK=PATH", "digits=data.npz"): "data is TASK=PATH with an absolute path",
+        line.replace("TASK=PATH", "digits='/srv/a\"b'"): "a word may have letters",
+        line.replace("TASK=PATH", "digits=/srv/../etc"): "a word may have letters",
+        line.replace(" TASK=PATH", " --name"): "--name needs a word",
+        line.replace(" TASK=PATH", "").replace("efl1.", "", 1): "holds no token",
+        over and over.replace(" TASK=PATH", ""): "the token expired",
+        stranger and stranger.replace(" TASK=PATH", ""): "knows no such token",
+        line.replace(" TASK=PATH", "").replace(f"sh -s -- https://{front_door.address} {pin}",
+            f"sh -s -- https://{front_door.address} {other_pin}"): "has another key than this line says",
+        line.replace(" TASK=PATH", "").replace(pin, other_pin, 1): "public key",
+    }.items():  # fmt: skip
+        done = _paste(board, str(wrong))
+        assert reason in done.stderr, (wrong, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert list((board.root / "var/tmp").iterdir()) == []
+    assert not (board.root / "opt").exists()
+    assert not (board.root / "etc").exists()
+
+
+@NEEDS_CURL
+def test_half_of_a_setup_script_does_nothing(board: Board) -> None:
+    script = source("board/setup.sh").read_text()
+    half = script[: script.index("write_join_file() {")]
+    done = subprocess.run(
+        ["sh", "-s", "--", "https://x:1", "sha256//x"], input=half, capture_output=True, text=True, check=False,
+        env={**os.environ, "EDGEFL_ROOT": str(board.root)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

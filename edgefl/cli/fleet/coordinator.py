@@ -21,6 +21,7 @@ from edgefl.cli.sources import (
     NumberRange,
     dir_option,
     fetched_file,
+    format_dir_argument,
     make_client,
     record_command,
     send_files,
@@ -327,15 +328,27 @@ def broker(root: Path, host: str, port: int, kind: str) -> None:
 def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str, style: str) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
-    from edgefl.coordinator.enrolment.tokens import format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.coordinator.enrolment.tokens import (  # noqa: PLC0415 likewise
+        format_join_command,
+        format_setup_command,
+        make_token,
+        parse_ttl,
+    )
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
     directory, now, ttl_s = load_directory(root), time.time(), parse_ttl(ttl)
     with Store.open(directory.store_url) as store:
         join_token = make_token(store, directory, now=now, ttl_s=ttl_s, uses=uses, groups=groups, role=role)
         record_command(store, f"coordinator token {join_token.token_id}")
+    setup_command = format_setup_command(join_token, directory)
     if style == "json":
-        value = {"v": 1, "token": join_token.text(), "token_id": join_token.token_id, "fleet": join_token.fleet}
+        value = {
+            "v": 1,
+            "token": join_token.text(),
+            "setup": setup_command,
+            "token_id": join_token.token_id,
+            "fleet": join_token.fleet,
+        }
         value |= {"expires_at": now + ttl_s, "uses": uses, "groups": list(groups), "role": role}
         click.echo(
             json.dumps({**value, "addresses": list(join_token.addresses), "join": format_join_command(join_token)})
@@ -343,6 +356,9 @@ def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str, s
         return
     click.echo(join_token.text())
     click.echo(format_join_command(join_token))
+    if setup_command is not None:
+        click.echo("a board without edgefl, in one line; TASK=PATH is its data, or nothing:")
+        click.echo(setup_command)
 
 
 @command.command()
@@ -436,13 +452,6 @@ def resolve_alert_settings(directory: CoordinatorDirectory, webhook: str | None,
     options: dict[str, Any] = {"webhook": webhook, "secret": secret}
     options = {name: value for name, value in options.items() if value is not None}
     return replace(directory.alerts, **options)
-
-
-def format_dir_argument(root: Path) -> str:
-    """Returns the `--dir` argument of a command for this directory; empty for the default one."""
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
-
-    return "" if root == default_directory() else f" --dir {root}"
 
 
 def _save_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:

@@ -14,11 +14,19 @@ import click
 from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.provision.options import PLACEHOLDER_TOKEN, ProvisionOptions, board_options, read_text, read_token
 from edgefl.cli.provision.raspberry_pi import command as raspberry_pi
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, fleet_option, warn_visible_secret
+from edgefl.cli.sources import (
+    EXISTING_FILE_TYPE,
+    FILE_TYPE,
+    FOLDER_TYPE,
+    dir_option,
+    fleet_option,
+    format_dir_argument,
+    warn_visible_secret,
+)
 from edgefl.core.errors import JoinError, UsageError
 from edgefl.core.protocol import JoinToken
 from edgefl.provision import systemd_units as units
-from edgefl.provision.payload import load_extras, make_payload, write_overlay
+from edgefl.provision.payload import load_extras, make_payload, write_overlay, write_setup
 from edgefl.provision.ssh_host import parse_hosts
 from edgefl.provision.ssh_provisioning import HostResult, SshProvisionOptions, provision_hosts
 from edgefl.provision.wheels import WHEEL_PLATFORMS, fill_wheelhouse, get_platform, load_lock_text, parse_lock
@@ -68,6 +76,33 @@ def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None)
     wheels = fill_wheelhouse(folder, family, lock, own_wheel=own_wheel)
     megabytes = sum(path.stat().st_size for path in wheels) / 1e6
     click.echo(f"{len(wheels)} wheels for {name} in {folder} ({megabytes:.0f} MB)")
+
+
+@click.command("setup")
+@dir_option
+@click.option("--wheels", type=FOLDER_TYPE, help="edgefl's wheel, or all wheels of the boards.")
+@click.option("--lock", type=EXISTING_FILE_TYPE, help="A hash-pinned requirements file [default: each board's].")
+@click.option(
+    "--signer",
+    "signers",
+    multiple=True,
+    type=EXISTING_FILE_TYPE,
+    help="Public key, or signers.json, whose releases they run; repeat.",
+)
+def setup(root: Path, wheels: Path | None, lock: Path | None, signers: tuple[Path, ...]) -> None:
+    """Let boards download edgefl from this coordinator, and join by one pasted line.
+
+    On the coordinator's machine, running or not; again for another version. `edgefl coordinator token` and the page
+    then print the line. Only who has a join token can download.
+    """
+    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
+
+    directory = load_directory(root)
+    extras, version = load_extras(wheels, lock, signers)
+    write_setup(directory.setup_script, directory.setup_payload, extras)
+    megabytes = directory.setup_payload.stat().st_size / 1e6
+    click.echo(f"boards can download edgefl {version} from this coordinator ({megabytes:.1f} MB)")
+    click.echo(f"next: edgefl coordinator token{format_dir_argument(root)}")
 
 
 @click.command("systemd")
@@ -251,4 +286,5 @@ command.add_command(raspberry_pi)
 command.add_command(jetson)
 command.add_command(ssh)
 command.add_command(wheels)
+command.add_command(setup)
 command.add_command(systemd)

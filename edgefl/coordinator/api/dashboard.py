@@ -37,10 +37,10 @@ MEDIA_TYPES = MappingProxyType(
         ".svg": "image/svg+xml",
     }
 )
-# No inline code, no other origin, no framing; images in data URLs are the QR codes. With trusted types no text can
-# become markup, whatever the name of a device or a run.
+# No inline code, no other origin, no framing. With trusted types no text can become markup, whatever the name of a
+# device or a run.
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 HEADERS = MappingProxyType(

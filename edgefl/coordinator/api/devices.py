@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from contextlib import closing
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
-import segno
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
@@ -24,6 +22,7 @@ from edgefl.coordinator.enrolment.tokens import (
     USER_ROLES,
     check_user_name,
     format_join_command,
+    format_setup_command,
     make_token,
     make_user,
     parse_ttl,
@@ -40,8 +39,6 @@ from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.repositories.rollouts import RolloutRecord
 from edgefl.storage.store import Store
-
-QR_SCALE = 4
 
 
 def devices_router(context: ApiContext) -> APIRouter:
@@ -99,7 +96,15 @@ def devices_router(context: ApiContext) -> APIRouter:
         token = make_token(
             context.store, context.directory, now=now, ttl_s=ttl_s, uses=uses, groups=groups, role=role
         )
-        return {**_encode_token(token), "expires_at": now + ttl_s, "uses": uses, "groups": groups, "role": role}
+        setup = format_setup_command(token, context.directory)
+        return {
+            **_encode_token(token),
+            "setup": setup,
+            "expires_at": now + ttl_s,
+            "uses": uses,
+            "groups": groups,
+            "role": role,
+        }
 
     return router
 
@@ -273,23 +278,12 @@ def list_device_rows(store: Store, registry: DeviceRegistry) -> list[Json]:
 
 
 def _encode_token(token: JoinToken) -> Json:
-    """Returns a new token as JSON, with its join command, also as a QR code."""
-    join_command = format_join_command(token)
+    """Returns a new token as JSON, with its join command."""
     return {
         "v": PROTOCOL_VERSION,
         "token": token.text(),
         "token_id": token.token_id,
         "fleet": token.fleet,
         "addresses": list(token.addresses),
-        "join": join_command,
-        "qr_svg": render_qr_svg(join_command),
+        "join": format_join_command(token),
     }
-
-
-def render_qr_svg(text: str) -> str:
-    """Returns a QR code with its quiet zone, black on white, as a complete SVG image."""
-    buffer = io.BytesIO()
-    segno.make(text, error="l", micro=False).save(
-        buffer, kind="svg", scale=QR_SCALE, dark="#000", light="#fff", xmldecl=False, nl=False
-    )
-    return buffer.getvalue().decode()

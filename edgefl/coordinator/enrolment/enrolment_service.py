@@ -1,4 +1,4 @@
-"""Enrolment of devices: `/edgefl/v1/ca`, `hello`, `enroll`, and new certificates without a token.
+"""Enrolment of devices: `/edgefl/v1/ca`, `hello`, `setup`, `enroll`, and new certificates without a token.
 
 A device fetches the CA, compares it with its token, connects again with verification, and sends the token's secret
 with a certificate request. A repeated request with the same key (its answer was lost) is answered again and uses up
@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -31,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from edgefl import __version__
@@ -54,6 +55,7 @@ from edgefl.core.errors import (
     NameTakenError,
     NetworkError,
     NotAllowedError,
+    NotFoundError,
     TokenInvalidError,
     TooManyTriesError,
     UsageError,
@@ -63,6 +65,7 @@ from edgefl.core.protocol import (
     MAX_JSON_BYTES,
     PROTOCOL_VERSION,
     RESERVED_NAMES,
+    JoinToken,
     check_facts,
     check_version,
     error_code,
@@ -152,6 +155,25 @@ class EnrolmentService:
         status = {"time": now, "version": self._version, "certificates": {"earliest": earliest, "latest": latest}}
         return {"v": PROTOCOL_VERSION, **status, **self._endpoints()}
 
+    def get_setup_script(self) -> Path:
+        """Returns the script that sets a board up.
+
+        Raises:
+            NotFoundError: `edgefl provision setup` has not been run here.
+        """
+        return _find_setup_file(self._directory.setup_script)
+
+    def get_setup_payload(self, authorization: str) -> Path:
+        """Returns the files that a board installs, for whom has a join token that is not over.
+
+        Raises:
+            TokenInvalidError, TokenExpiredError: the header `Bearer TOKEN` has no such token.
+            NotFoundError: as `get_setup_script`.
+        """
+        token = JoinToken.parse(authorization.removeprefix("Bearer "))
+        self._store.check_token(token.token_id, hash_token(token.secret), now=self._clock())
+        return _find_setup_file(self._directory.setup_payload)
+
     def enroll(self, body: bytes) -> Json:
         """Enrols a device and returns the answer for it.
 
@@ -221,8 +243,9 @@ def enrolment_router(
     rate_limiter: RateLimiter | None = None,
     record_rejection: RecordRejection = ignore_rejection,
 ) -> APIRouter:
-    """Returns the three routes, without access token. `record_rejection` is called for rejected joins."""
+    """Returns the routes without access token. `record_rejection` is called for rejected joins and downloads."""
     router = APIRouter(prefix="/edgefl/v1")
+    limiter = rate_limiter or RateLimiter(monotonic=time.monotonic)
 
     @router.get("/ca")
     async def ca() -> Response:
@@ -238,10 +261,40 @@ def enrolment_router(
         lambda body: service.enroll(body),  # noqa: PLW0108 the reference lists the routes of no service
         "join",
         _is_bad_attempt,
-        rate_limiter,
+        limiter,
         record_rejection,
     )
+    _add_setup_routes(router, service, limiter, record_rejection)
     return router
+
+
+def _add_setup_routes(
+    router: APIRouter, service: EnrolmentService, limiter: RateLimiter, record_rejection: RecordRejection
+) -> None:
+    @router.get("/setup/setup.sh")
+    def fetch_setup_script() -> FileResponse:
+        return FileResponse(service.get_setup_script(), media_type="text/x-shellscript")
+
+    @router.get("/setup/payload.tar")
+    def fetch_setup_payload(request: Request) -> Response:
+        address = get_request_source(request)
+        try:
+            limiter.check(address)
+            path = service.get_setup_payload(request.headers.get("authorization", ""))
+        except EdgeflError as error:
+            if _is_bad_attempt(error):
+                limiter.record_failure(address)
+            record_rejection(f"setup ({error_code(error)})", address, str(error))
+            return error_response(error)
+        return FileResponse(path, media_type="application/x-tar")
+
+
+def _find_setup_file(path: Path) -> Path:
+    if not path.is_file():
+        raise NotFoundError(
+            "boards cannot download edgefl here; on the coordinator's machine: edgefl provision setup"
+        )
+    return path
 
 
 def _is_bad_attempt(error: EdgeflError) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 from collections.abc import Sequence
 
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import UsageError
-from edgefl.core.protocol import JOIN_TOKEN_VARIABLE, JoinToken, validate_slug
+from edgefl.core.protocol import JOIN_TOKEN_VARIABLE, JoinToken, certificate_fingerprint, validate_slug
 from edgefl.storage.repositories.records import UserRecord
 from edgefl.storage.store import Store
 
@@ -74,6 +75,21 @@ def make_token(  # noqa: PLR0913 the terms of a token, by name
         created_at=now,
     )
     return token
+
+
+def format_setup_command(token: JoinToken, directory: CoordinatorDirectory) -> str | None:
+    """Returns the line that installs edgefl on a board and lets it join, None where boards cannot download it here.
+
+    curl knows the coordinator by the hash of its public key; the token is in the environment, as for a join.
+    """
+    if not (directory.setup_script.is_file() and directory.setup_payload.is_file()):
+        return None
+    url = f"https://{token.addresses[0]}"
+    key = bytes.fromhex(certificate_fingerprint(directory.server_cert.read_bytes()))
+    pin = f"sha256//{base64.b64encode(key).decode()}"
+    fetch = f"curl -fsSk --pinnedpubkey {pin} {url}/edgefl/v1/setup/setup.sh"
+    run = f"sudo --preserve-env={JOIN_TOKEN_VARIABLE} sh -s -- {url} {pin}"
+    return f"export {JOIN_TOKEN_VARIABLE}={token.text()}; {fetch} | {run} TASK=PATH"
 
 
 def make_user(store: Store, name: str, role: str, *, ttl_s: float | None, now: float) -> str:

@@ -49,6 +49,16 @@ class FleetRepository(Repository):
         with self.database.write(durable=True) as connection:
             connection.execute(insert(TokenTable), row)
 
+    def check_token(self, token_id: str, secret_sha256: str, *, now: float) -> None:
+        """Checks that a join token exists and is not over; one without uses left is accepted.
+
+        Raises:
+            TokenInvalidError: no such token, or a wrong secret.
+            TokenExpiredError: its lifetime is over.
+        """
+        with self.database.read() as connection:
+            _check_token_lifetime(_verify_token(connection, token_id, secret_sha256), now)
+
     def add_user(self, user: UserRecord, *, token_sha256: str | None, now: float) -> None:
         """Adds a person, in place of one of the same name who may do nothing any more.
 
@@ -360,12 +370,16 @@ def _verify_token(connection: Connection, token_id: str, secret_sha256: str) -> 
 
 
 def _check_token_usable(token: Row[Any], now: float) -> None:
+    _check_token_lifetime(token, now)
+    if token.uses_left < 1:
+        raise TokenUsedError("the token has no uses left; make one with `edgefl coordinator token --uses N`")
+
+
+def _check_token_lifetime(token: Row[Any], now: float) -> None:
     if now >= token.expires_at:
         raise TokenExpiredError(
             f"the token expired {now - token.expires_at:.0f} s ago; make one with `edgefl coordinator token`"
         )
-    if token.uses_left < 1:
-        raise TokenUsedError("the token has no uses left; make one with `edgefl coordinator token --uses N`")
 
 
 def _find_user(connection: Connection, where: ColumnElement[bool]) -> UserRecord | None:

@@ -19,15 +19,19 @@ export function joinView(root) {
   const make = () => act(async () => {
     const names = groups.value.split(",").map((name) => name.trim()).filter(Boolean);
     const token = await post("tokens", { ttl: ttl.value, uses: Number(uses.value), groups: names, role: role.value });
-    const line = h("pre", { class: "join-line", tabindex: "0", "aria-label": "The command that joins" }, token.join);
-    const picture = h("img", { class: "qr", width: 220, height: 220, alt: "QR code of the command that joins", src: `data:image/svg+xml;base64,${btoa(token.qr_svg)}` });
-    const copy = button("Copy the command", () => navigator.clipboard.writeText(token.join).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")), { class: "primary" });
+    const line = (text, label) => h("pre", { class: "join-line", tabindex: "0", "aria-label": label }, text);
+    const copy = (text, name, options) => h("p", {}, button(name, () => navigator.clipboard.writeText(text).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")), options));
+    const joins = [h("p", {}, "Put the file or folder with its training data, its shard, in place of ", h("code", {}, "PATH"), "."), line(token.join, "The command that joins"), copy(token.join, "Copy the command", token.setup ? {} : { class: "primary" })];
+    const starts = line("edgefl device start", "The command that starts the agent");
     before = new Set(model.devices.keys());
     replace(made, h("h2", {}, "On the board"), h("p", {}, `For ${token.uses === 1 ? "one board" : `${token.uses} boards`} until ${moment(token.expires_at)}. It is shown once: only its hash is kept.`),
-      h("div", { class: "made" }, h("ol", { class: "steps" },
-        h("li", {}, h("h3", {}, "Install edgefl on the board"), h("p", {}, "From the wheels that ", h("code", {}, "edgefl provision wheels"), " makes, or with a prepared card; see the guide to the first Raspberry Pi.")),
-        h("li", {}, h("h3", {}, "Let it join"), h("p", {}, "Put the file or folder with its training data, its shard, in place of ", h("code", {}, "PATH"), "."), line, h("p", {}, copy)),
-        h("li", {}, h("h3", {}, "Start its agent"), h("pre", { class: "join-line" }, "edgefl device start"), joined)), picture));
+      token.setup
+        ? [h("h3", {}, "Without edgefl: one line for its terminal"), h("p", {}, "It installs edgefl, joins, and starts at every boot. Put the task and the path of its data in place of ", h("code", {}, "TASK=PATH"), ", or leave that out."), line(token.setup, "The line that installs and joins"), copy(token.setup, "Copy the line", { class: "primary" }), h("details", {}, h("summary", {}, "With edgefl on it"), joins, starts)]
+        : h("ol", { class: "steps" },
+          h("li", {}, h("h3", {}, "Install edgefl on the board"), h("p", {}, "From the wheels that ", h("code", {}, "edgefl provision wheels"), " makes, or with a prepared card; see the guide to the first Raspberry Pi. After ", h("code", {}, "edgefl provision setup"), ", this page gives you one line that does all of it.")),
+          h("li", {}, h("h3", {}, "Let it join"), joins),
+          h("li", {}, h("h3", {}, "Start its agent"), starts)),
+      joined);
     update();
   }, "admin");
   function update() {
