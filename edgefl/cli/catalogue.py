@@ -16,7 +16,7 @@ from edgefl.cli.experiments import THREAD_VARIABLES
 from edgefl.cli.output import FullHelpGroup, format_option, print_rows
 from edgefl.cli.sources import FOLDER_TYPE
 from edgefl.cli.starters.files import check_module_name, make_class_name, render_template, write_files
-from edgefl.core.errors import EdgeflError, UsageError
+from edgefl.core.errors import DataError, EdgeflError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -328,7 +328,13 @@ def _parse_goal(_context: click.Context, _option: click.Parameter, value: str | 
 
 
 @click.command()
-@click.option("--data", metavar="TASK", help="What is learned: digits, mnist, ... or module:Class [default: digits].")
+@click.option(
+    "--data",
+    metavar="TASK|PATH",
+    help="What is learned: digits, mnist, ... or module:Class; or the path of a CSV or Parquet file, or of a folder "
+    "with a folder for each class [default: digits].",
+)
+@click.option("--target", metavar="COLUMN", help="Of a table: the column to predict [default: the last].")
 @click.option("--boards", type=click.IntRange(1, 100_000), help="How many boards train [default: 3].")
 @click.option(
     "--goal", metavar="ROUNDS|ACCURACY", callback=_parse_goal, help="When it ends: 20, or 0.95 [default: 20 rounds]."
@@ -342,12 +348,20 @@ def _parse_goal(_context: click.Context, _option: click.Parameter, value: str | 
     show_default=True,
     help="A new file.",
 )
-def quickstart(
-    *, data: str | None, boards: int | None, goal: str | None, speeds: str | None, network: str | None, out: Path
+def quickstart(  # noqa: PLR0913 one per question
+    *,
+    data: str | None,
+    target: str | None,
+    boards: int | None,
+    goal: str | None,
+    speeds: str | None,
+    network: str | None,
+    out: Path,
 ) -> None:
     """Write a run file from five answers, and print the commands that come next.
 
-    What no option says is asked on a terminal; elsewhere the defaults count.
+    What no option says is asked on a terminal; elsewhere the defaults count. Of a file or folder of your own, columns
+    and classes are read; nothing of it leaves this machine but what stands in the run file.
     """
     from edgefl.core.config import parse_run_text  # noqa: PLC0415 fast start
     from edgefl.tasks.registry import CONFIGURED, list_task_names  # noqa: PLC0415 likewise
@@ -362,29 +376,51 @@ def quickstart(
         return click.prompt(question, default=default, type=kind)
 
     names = ", ".join(name for name in list_task_names() if name not in CONFIGURED)
-    data = ask(f"What is learned ({names}, or module:Class of your own)", data, "digits")
+    data = ask(f"What is learned ({names}, module:Class, or the path of a CSV file or a folder)", data, "digits")
     if data in CONFIGURED:
-        raise UsageError(
-            f"{data} needs more than five answers; begin with a file of docs/how-to/train-without-code.md"
-        )
+        raise UsageError(f"{data} says nothing of your data; give its path, such as --data readings.csv")
+    task, options, path = _find_task(data, target)
     boards = ask("How many boards train", boards, 3, click.IntRange(1, 100_000))
     goal = ask("When does it end: rounds such as 20, or an accuracy such as 0.95", goal, DEFAULT_GOAL)
+    if "metrics" in options and _parse_goal_value(goal) < 1:
+        raise UsageError(
+            f"{options['target']} of {data} has values, no classes, and so no accuracy; give rounds, such as 20"
+        )
     speeds = ask("Are the boards equally fast", speeds, "alike", click.Choice(["alike", "mixed"]))
     network = ask("How are they connected", network, "fast", click.Choice(["fast", "slow"]))
-    text = _format_run_file(data, boards, _parse_goal_value(goal), speeds=speeds, network=network)
+    text = _format_run_file(task, options, boards, _parse_goal_value(goal), speeds=speeds, network=network)
     config = parse_run_text(text)
     out.write_text(text, encoding="utf-8")
-    click.echo(f"{out}: {config.strategy.name} on {data} with {boards} boards. Next:")
-    module, separator, _ = data.partition(":")
+    click.echo(f"{out}: {config.strategy.name} on {task} with {boards} boards. Next:")
+    module, separator, _ = task.partition(":")
     trial = f"--shards DIR --allow-module {module}" if separator else f"--devices {boards}"
+    trial = trial if path is None else f"--data {path} {trial}"
+    shard = f"edgefl device shard add {task} PATH"
     for command, meaning in (
         (f"edgefl simulate {out} {trial}", "try it here, without boards"),
         ("edgefl coordinator init", "make a fleet; then: edgefl coordinator start"),
         (f"edgefl coordinator token --uses {boards}", "prints the line to type on each board"),
+        *([] if path is None else [(shard, "on each board: its own data")]),
         (f"edgefl run submit {out} --dry-run", "who would take part"),
         (f"edgefl run submit {out} --watch", "train"),
     ):
-        click.echo(f"  {command:<44}# {meaning}")
+        click.echo(f"  {command:<43} # {meaning}")
+
+
+def _find_task(data: str, target: str | None) -> tuple[str, dict[str, Any], Path | None]:
+    """Returns a task, its options, and the path of data of one's own."""
+    from edgefl.core.settings import suggest_name  # noqa: PLC0415 fast start
+    from edgefl.tasks.configured.suggestion import suggest_task  # noqa: PLC0415 NumPy
+    from edgefl.tasks.registry import list_task_names  # noqa: PLC0415 likewise
+
+    path, names = Path(data), list_task_names()
+    if data in names or (":" in data and not path.exists()):
+        if target is not None:
+            raise UsageError(f"--target names a column of a file; {data} is a task")
+        return data, {}, None
+    if not path.exists():
+        raise DataError(f"{data} is neither a task nor a file or folder here; {suggest_name(data, names)}")
+    return *suggest_task(path, target), path
 
 
 def _parse_goal_value(goal: str) -> float:
@@ -392,7 +428,9 @@ def _parse_goal_value(goal: str) -> float:
     return float(checked or DEFAULT_GOAL)
 
 
-def _format_run_file(data: str, boards: int, goal: float, *, speeds: str, network: str) -> str:
+def _format_run_file(
+    task: str, options: dict[str, Any], boards: int, goal: float, *, speeds: str, network: str
+) -> str:
     """Returns a run file; a goal below 1 is an accuracy."""
     strategy, why = ("fedavg", "a round waits for all of them")
     if speeds == "mixed":
@@ -403,10 +441,12 @@ def _format_run_file(data: str, boards: int, goal: float, *, speeds: str, networ
     up, codec = ("dense|fp16", "half of the bytes, hardly any error")
     if network == "slow":
         up, codec = ("ef|topk:0.05|int8", "the largest twentieth of an update; the rest comes later")
+    settings = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in options.items())
+    table = f"\n[task]\n{settings}" if settings else ""
     return f"""[run]
-task = {json.dumps(data)}
+task = {json.dumps(task)}
 {rules}
-
+{table}
 [strategy]
 name = "{strategy}"          # {why}
 

@@ -233,10 +233,66 @@ def test_quickstart_for_a_task_of_one_s_own_says_how_its_data_is_simulated(run, 
     assert (ran.code, "run.toml --shards DIR --allow-module greenhouse" in ran.out) == (0, True), ran.out
 
 
-def test_quickstart_sends_who_has_a_table_to_the_page_with_its_run_files(run, tmp_path):
-    ran = run("quickstart", "--data", "table", "--out", tmp_path / "run.toml")
-    assert (ran.code, "docs/how-to/train-without-code.md" in ran.err) == (2, True), ran.err
-    assert not (tmp_path / "run.toml").exists()
+@pytest.fixture
+def own_data(tmp_path):
+    rows = [f"2026-01-{1 + i % 28:02},{i % 7},{10 * (i % 7) - 20}.5,{i % 3},{'ab'[i % 2]}" for i in range(60)]
+    (tmp_path / "pump.csv").write_text("\n".join(["time,load,hours,mode,state", *rows]) + "\n")
+    for name in ("crack", "whole", ".cache"):
+        (tmp_path / "parts" / name).mkdir(parents=True)
+    for name in ("crack", "whole"):
+        (tmp_path / "parts" / name / "1.PNG").touch()
+    (tmp_path / "readme.txt").write_text("one\ntwo, three\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "task", "expected"),
+    [
+        (("--data", "pump.csv"), "table",
+         {"columns": "load,hours,mode", "target": "state", "labels": "a,b", "normalise": "fleet", "missing": "drop"}),
+        (("--data", "pump.csv", "--target", "mode"), "table",
+         {"columns": "load,hours", "target": "mode", "labels": "0,1,2", "normalise": "fleet", "missing": "drop"}),
+        (("--data", "pump.csv", "--target", "hours"), "table",
+         {"columns": "load,mode", "target": "hours", "normalise": "fleet", "missing": "drop", "target_mean": 9.2,
+          "target_scale": 20.26, "metrics": "rmse,r2"}),
+        (("--data", "parts"), "pictures", {"labels": "crack,whole"}),
+    ],
+)  # fmt: skip
+def test_quickstart_reads_columns_and_classes_of_data_of_one_s_own(
+    run, own_data, monkeypatch, options, task, expected
+):
+    from edgefl.core.config import load_run  # noqa: PLC0415 only here
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 only here
+
+    monkeypatch.chdir(own_data)
+    ran = run("quickstart", *options)
+    assert ran.code == 0, ran.err
+    assert f"edgefl simulate run.toml --data {options[1]} --devices 3 # try it here" in " ".join(ran.out.split())
+    config = load_run(own_data / "run.toml")
+    told = {name: ",".join(value) if isinstance(value, list) else value for name, value in config.task.items()}
+    assert (config.run.task, told) == (task, expected)
+    build_run(config, "check")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (("--data", "table"), 2, "give its path, such as --data readings.csv"),
+        (("--data", "pump.cvs"), 4, "pump.cvs is neither a task nor a file or folder here"),
+        (("--data", "minst"), 4, "did you mean mnist?"),
+        (("--data", "pump.csv", "--target", "ours"), 4, "has no column 'ours'; did you mean hours?"),
+        (("--data", "pump.csv", "--target", "hours", "--goal", "0.9"), 2, "hours of pump.csv has values, no classes"),
+        (("--data", "digits", "--target", "hours"), 2, "--target names a column of a file; digits is a task"),
+        (("--data", "readme.txt"), 4, "readme.txt, row 1: 2 cells, the first line has 1"),
+        (("--data", "."), 4, "has no column of numbers beside"),
+    ],
+)
+def test_quickstart_refuses_data_that_it_cannot_read(refused, own_data, monkeypatch, options, code, text):
+    monkeypatch.chdir(own_data)
+    if options[1] == ".":
+        (own_data / "pump.csv").write_text("a,b\nx,y\n")
+    refused(["quickstart", *options], code, text)
+    assert not (own_data / "run.toml").exists()
 
 
 @pytest.mark.parametrize("goal", ["0", "1.5", "-3", "soon", "nan", "0.0", "99999999"])

@@ -66,7 +66,7 @@ def test_token_prints_the_token_and_the_line_to_type(coordinator, root):
     ran = coordinator("token", "--dir", root, "--ttl", "30m", "--uses", "4", "--group", "roof")
     token, line = ran.out.splitlines()
     assert JoinToken.parse(token).addresses == ("pi.local:9000",)
-    assert line == f"EDGEFL_JOIN_TOKEN={token} edgefl device join pi.local:9000 --shard PATH"
+    assert line == f"EDGEFL_JOIN_TOKEN={token} edgefl device join pi.local:9000 --shard TASK=PATH"
     with Store.open(root / "edgefl.db") as store:  # as a running coordinator has it
         (record,) = store.list_tokens()
         value = json.loads(coordinator("token", "--dir", root, "--format", "json", "--role", "evaluator").out)

@@ -272,6 +272,19 @@ def test_models_are_evaluated_on_the_test_data_that_is_given(run, refused, table
     assert [row["accuracy"] for row in again] == [row["accuracy"] for row in of_data[0]]
 
 
+def test_a_model_is_evaluated_by_its_task_s_own_metrics_and_the_shard_may_name_the_task(run, table_file, tmp_path):
+    table_file.write_text(TABLE.replace("[task]\n", '[task]\nmetrics = ["f1-macro"]\n'))
+    rows = tmp_path / "rows.csv"
+    place = ("--dir", tmp_path / "d")
+    assert run("simulate", table_file, "--data", rows, "--devices", 2, *place).code == 0
+    words = ("--part", "all", "--metric", "log-loss", *place, "--format", "json")
+    ran = [run("model", "evaluate", "latest", "--shard", path, *words) for path in (rows, f"table={rows}")]
+    assert ran[0].rows == ran[1].rows, ran[1].err
+    (row,) = ran[0].rows
+    assert 0 < row["f1-macro"] <= 1
+    assert [*row][-2:] == ["f1-macro", "log-loss"]
+
+
 def test_test_data_that_cannot_be_used_is_one_line(refused, file, table_file, tmp_path):
     data = ["--data", tmp_path / "rows.csv", "--dir", tmp_path / "d"]
     (tmp_path / "other.csv").write_text("a,c\n1,x\n")

@@ -56,6 +56,13 @@ SCORE_COLUMNS = (
 FORMAT_SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": (".safetensors",)}
 EXPORT_FILE_MODE = 0o644
 
+
+def _drop_task(_context: click.Context, _option: click.Parameter, value: Path | None) -> Path | None:
+    """Returns the path in TASK=PATH, as other commands take it: the models say their task."""
+    text = "" if value is None else str(value)
+    return value if value is None or value.exists() or "=" not in text else Path(text.partition("=")[2])
+
+
 run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
 local_option = click.option(
     "--local",
@@ -231,7 +238,12 @@ def register(  # noqa: PLR0913 one per option
 @command.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @run_option
-@click.option("--shard", type=click.Path(path_type=Path), help="A shard of the models' task, on this machine.")
+@click.option(
+    "--shard",
+    type=click.Path(path_type=Path),
+    callback=_drop_task,
+    help="A shard of the models' task, on this machine.",
+)
 @click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
 @part_option
 @local_option
@@ -255,14 +267,18 @@ def evaluate(  # noqa: PLR0913 one per option
     source: Source,
     fmt: str,
 ) -> None:
-    """Run the kept models of a run (default: the newest), or the MODELs that are named, over a shard."""
+    """Run the kept models of a run (default: the newest), or the MODELs that are named, over a shard.
+
+    The task's own metrics are among the columns, and those of --metric.
+    """
     if (shard is None) == (place is None):
         raise UsageError("say what to evaluate on: --shard PATH, or --on coordinator for its own test shard")
     rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
     if not rows:
         raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
     scored = _evaluate_models(source, rows, shard, part, metrics, local=local, cluster=cluster)
-    columns = [*SCORE_COLUMNS, *(name for name in dict.fromkeys(metrics) if name not in SCORE_COLUMNS)]
+    names = dict.fromkeys(name for row in scored for name in row["metric_names"])
+    columns = [*SCORE_COLUMNS, *(name for name in names if name not in SCORE_COLUMNS)]
     print_rows(_shorten_hashes(scored, fmt), columns, fmt, kind="evaluations")
 
 
@@ -395,7 +411,7 @@ def _evaluate_models(  # noqa: PLR0913 the last two by name
             learner.load(tensors)
         loss, accuracy = (model or learner).evaluate(examples)
         figures = {"loss": loss, "accuracy": finite_or_none(accuracy), "num_examples": len(examples)}
-        values = _compute_metrics(model or learner, examples, metrics)
+        values = {"metric_names": [*metrics.metrics], **_compute_metrics(model or learner, examples, metrics)}
         scored.append({**row, "recorded_accuracy": row["accuracy"], **values, **figures})
     return scored
 
@@ -405,7 +421,8 @@ def _make_metrics(names: Sequence[str], task: Task) -> MetricSet:
     from edgefl.tasks.losses.registry import is_reconstruction  # noqa: PLC0415 fast start
     from edgefl.tasks.metrics.evaluation import make_metric_of  # noqa: PLC0415 likewise
 
-    metrics = {name: make_metric_of(task, name) for name in names}
+    own = getattr(task, "metrics", None) or ()
+    metrics = {name: make_metric_of(task, name) for name in dict.fromkeys((*own, *names))}
     return MetricSet(metrics, is_of_inputs=is_reconstruction(task))
 
 

@@ -128,6 +128,6 @@ def check_user_name(text: str) -> str:
     return text.lower()
 
 
-def format_join_command(token: JoinToken, *, shard: str = "PATH") -> str:
+def format_join_command(token: JoinToken, *, shard: str = "TASK=PATH") -> str:
     """Returns the command with which a device joins; the token is in the environment, where `ps` does not show it."""
     return f"{JOIN_TOKEN_VARIABLE}={token.text()} edgefl device join {token.addresses[0]} --shard {shard}"

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from sqlalchemy import Connection, select
 
+from edgefl.core.analyses import ANALYSES
 from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.core.safe_parsing import is_int64
 from edgefl.core.types import Json, UpdateStatus
@@ -197,11 +198,12 @@ def _find_slowest_round(store: Store, run_id: str) -> int:
 
 
 def get_seconds_per_iteration(store: Store, task: str) -> dict[str, tuple[float, str]]:
-    """Returns seconds per iteration and run of each device's newest used update of a task."""
+    """Returns seconds per iteration and run of each device's newest used update of a task; analyses train nothing."""
     query = (
         select(UpdateTable.device_id, UpdateTable.compute_s, UpdateTable.iterations, UpdateTable.run_id)
         .join(RunTable, RunTable.run_id == UpdateTable.run_id)
-        .where(RunTable.task == task, UpdateTable.outcome == str(UpdateStatus.USED), UpdateTable.iterations > 0)
+        .where(RunTable.task == task, RunTable.strategy.not_in(ANALYSES))
+        .where(UpdateTable.outcome == str(UpdateStatus.USED), UpdateTable.iterations > 0)
         .order_by(UpdateTable.id.desc())
         .limit(MAX_MEASURED_UPDATES)
     )

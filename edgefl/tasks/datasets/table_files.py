@@ -233,17 +233,27 @@ def iterate_table(  # noqa: PLR0913 one keyword for each option
 
 def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
     """Returns the number of rows; in detail, mean and deviation of each column of numbers; raises as reading does."""
-    count, columns = 0, dict[str, _Moments]()
+    count, columns = _add_up_columns(path, task, is_detailed=is_detailed)
+    return Survey(num_examples=count, details=tuple(f"{name}: {moments}" for name, moments in columns.items()))
+
+
+def summarise_columns(path: Path, task: str) -> dict[str, ColumnMoments]:
+    """Returns mean and deviation of each column, in the order of the first file; raises as reading does."""
+    return _add_up_columns(path, task, is_detailed=True)[1]
+
+
+def _add_up_columns(path: Path, task: str, *, is_detailed: bool) -> tuple[int, dict[str, ColumnMoments]]:
+    count, columns = 0, dict[str, ColumnMoments]()
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path), _open_table(file) as table:
             chunk_rows = _count_chunk_rows(len(table.header))
             for num_rows, values in table.survey(chunk_rows, is_detailed=is_detailed):
                 count += num_rows
                 for name, numbers in values:
-                    columns.setdefault(name, _Moments()).add(numbers)
+                    columns.setdefault(name, ColumnMoments()).add(numbers)
     if not count:
         raise DataError(f"shard {path} of task {task} holds no rows")
-    return Survey(num_examples=count, details=tuple(f"{name}: {moments}" for name, moments in columns.items()))
+    return count, columns
 
 
 def list_table_files(path: Path, task: str) -> list[Path]:
@@ -475,7 +485,7 @@ class CsvTable(TableFile):
         return cell.strip().replace(",", ".") if self._delimiter == ";" else cell.strip()
 
 
-class _Moments:
+class ColumnMoments:
     """Mean and deviation of a column, added up by chunks (Chan, Golub and LeVeque, 1983)."""
 
     def __init__(self) -> None:
@@ -493,10 +503,20 @@ class _Moments:
             self._squares += np.square(values - mean).sum() + np.square(step) * self._count * len(values) / total
             self._mean, self._count = self._mean + step * len(values) / total, total
 
+    @property
+    def is_number(self) -> bool:
+        return self._is_number and self._count > 0
+
+    @property
+    def mean(self) -> float:
+        return float(self._mean)
+
+    @property
+    def deviation(self) -> float:
+        return float((self._squares / self._count) ** 0.5) if self._count else 0.0
+
     def __str__(self) -> str:
-        if not self._is_number or not self._count:
-            return "texts"
-        return f"mean {self._mean:.6g}, deviation {(self._squares / self._count) ** 0.5:.6g}"
+        return f"mean {self.mean:.6g}, deviation {self.deviation:.6g}" if self.is_number else "texts"
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def test_a_token_says_whom_to_trust_and_where_and_the_store_has_its_hash_and_not
     line = format_join_command(token)
     variable, _, command = line.partition(" ")
     assert JoinToken.parse(variable.removeprefix("EDGEFL_JOIN_TOKEN=")) == token
-    assert command == "edgefl device join pi.local:8000 --shard PATH", "the token stands in no argument"
+    assert command == "edgefl device join pi.local:8000 --shard TASK=PATH", "the token stands in no argument"
 
 
 def test_terms_that_make_no_sense_are_refused_and_nothing_is_stored(tmp_path: Path) -> None:

@@ -199,9 +199,11 @@ def test_bytes_are_those_of_encoded_bodies(registry: DeviceRegistry, store: Stor
 
 
 def test_seconds_follow_from_earlier_updates_and_are_unknown_without(registry: DeviceRegistry, store: Store) -> None:
-    for task in ("digits", "noop"):
-        store.add_run(run_id=task, name="n", task=task, strategy="fedavg", config={}, seed=7, submitted_at=1.0)
-    for run_id, seconds in (("digits", 9.0), ("digits", 0.5), ("noop", 70.0)):
+    for run_id, task, strategy in (
+        ("digits", "digits", "fedavg"), ("noop", "noop", "fedavg"), ("stats", "digits", "boosted-trees"),
+    ):  # fmt: skip
+        store.add_run(run_id=run_id, name="n", task=task, strategy=strategy, config={}, seed=7, submitted_at=1.0)
+    for run_id, seconds in (("digits", 9.0), ("digits", 0.5), ("noop", 70.0), ("stats", 90.0)):
         store.record_updates(
             run_id,
             [

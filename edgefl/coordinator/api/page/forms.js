@@ -21,12 +21,12 @@ export function joinView(root) {
     const token = await post("tokens", { ttl: ttl.value, uses: Number(uses.value), groups: names, role: role.value });
     const line = (text, label) => h("pre", { class: "join-line", tabindex: "0", "aria-label": label }, text);
     const copy = (text, name, options) => h("p", {}, button(name, () => navigator.clipboard.writeText(text).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")), options));
-    const joins = [h("p", {}, "Put the file or folder with its training data, its shard, in place of ", h("code", {}, "PATH"), "."), line(token.join, "The command that joins"), copy(token.join, "Copy the command", token.setup ? {} : { class: "primary" })];
+    const joins = [h("p", {}, "Put the task and the file or folder of its training data in place of ", h("code", {}, "TASK=PATH"), ", such as ", h("code", {}, "table=/home/pi/readings.csv"), "."), line(token.join, "The command that joins"), copy(token.join, "Copy the command", token.setup ? {} : { class: "primary" })];
     const starts = line("edgefl device start", "The command that starts the agent");
     before = new Set(model.devices.keys());
     replace(made, h("h2", {}, "On the board"), h("p", {}, `For ${token.uses === 1 ? "one board" : `${token.uses} boards`} until ${moment(token.expires_at)}. It is shown once: only its hash is kept.`),
       token.setup
-        ? [h("h3", {}, "Without edgefl: one line for its terminal"), h("p", {}, "It installs edgefl, joins, and starts at every boot. Put the task and the path of its data in place of ", h("code", {}, "TASK=PATH"), ", or leave that out."), line(token.setup, "The line that installs and joins"), copy(token.setup, "Copy the line", { class: "primary" }), h("details", {}, h("summary", {}, "With edgefl on it"), joins, starts)]
+        ? [h("h3", {}, "Without edgefl: one line for its terminal"), h("p", {}, "It installs edgefl, joins, and starts at every boot. Put the task and the path of its data in place of ", h("code", {}, "TASK=PATH"), ", or leave that out: data may come later."), line(token.setup, "The line that installs and joins"), copy(token.setup, "Copy the line", { class: "primary" }), h("details", {}, h("summary", {}, "With edgefl on it"), joins, starts)]
         : h("ol", { class: "steps" },
           h("li", {}, h("h3", {}, "Install edgefl on the board"), h("p", {}, "From the wheels that ", h("code", {}, "edgefl provision wheels"), " makes, or with a prepared card; see the guide to the first Raspberry Pi. After ", h("code", {}, "edgefl provision setup"), ", this page gives you one line that does all of it.")),
           h("li", {}, h("h3", {}, "Let it join"), joins),
