@@ -64,10 +64,11 @@ read_arguments() {
 
 # The units see no home folders: the folder of the data is mounted for them, read-only.
 add_folder() {
-    case "$1" in
-        /home/* | /root/* | /run/user/* | /tmp/* | /var/tmp/*) ;;
-        *) return 0 ;;
-    esac
+    is_hidden=no
+    for hidden in /home /root /run/user /tmp /var/tmp; do
+        case "$1" in "$hidden"/*) is_hidden=yes ;; esac
+    done
+    [ "$is_hidden" = yes ] || return 0
     case "${1##*/}" in
         ?*.?*) folders="$folders${1%/*}
 " ;;
