@@ -10,9 +10,10 @@ stay warm. What an example downloads is read from local files instead (`harness/
 
 Without `--flower` the no-op app of `round_overhead.py` is run alone. With `--compare` it is run on stock Flower, too,
 and both are measured as there: a round, and the memory of a board with all of its processes. With `--flower` that is
-done with the first example of `--only` (`quickstart-pytorch`): the whole run from its submission, the seconds of its
-strategy and the accuracy of each round, as its ServerApp logs them. torch is seeded with the run's seed in all
-processes of both.
+done with the first example of `--only` (`quickstart-pytorch`), once with each of `--seeds`: the whole run from its
+submission, the seconds of its strategy and the accuracy of each round, as its ServerApp logs them; the first is that
+of the weights that both begin with. torch is seeded with the run's seed in all processes of both. `--run-config`
+gives the example other values, the same on both sides.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from harness import options
 from harness.process_trees import Meter, adopt_orphans, end_descendants
 from harness.stock_flower import APP, StockFleet, StockFlowerError, scripts
 
-from edgefl.core.config import RunSection
+from edgefl.core.config import RunConfig, RunSection
 from edgefl.core.errors import EdgeflError
 from edgefl.flower.app_folder import AppFolder, read_app
 from edgefl.flower.app_job import get_job_name, make_app_run
@@ -191,8 +192,6 @@ def _write_data(arguments: argparse.Namespace, root: Path) -> Path:
     from harness.flower_datasets import write_data_sets  # noqa: PLC0415 needs packages of the examples
 
     write_data_sets(root / "data", arguments.data, num_images=arguments.images)
-    if arguments.compare:
-        (root / "data" / "seed").write_text(str(RunSection(task="").seed))
     return root / "data"
 
 
@@ -201,8 +200,7 @@ def _try_example(example: Example, folder: Path, root: Path, data: Path | None) 
     if not reason:
         with _start_fleet(example, app, root, data) as fleet:
             begin_s = time.monotonic()
-            config = make_app_run(app, example.run_config, name=None, num_boards=example.num_boards, groups=())
-            run_id = fleet.submit(config)
+            run_id = fleet.submit(_make_run(example, app))
             try:
                 fleet.wait_for_run(run_id)
             except EdgeflError as error:
@@ -229,7 +227,7 @@ def _measure_edgefl(root: Path) -> SideCosts:
     example = Example(name="noop-app", tells="", run_config=f'result="result.json" num-rounds={ROUNDS} num-devices=3')
     app = read_app(APP)
     with _start_fleet(example, app, root, None) as fleet:
-        config = make_app_run(app, example.run_config, name=None, num_boards=3, groups=())
+        config = _make_run(example, app)
         with Meter({name: process.pid for name, process in fleet.processes.items()}) as meter:
             run_id = fleet.submit(config)
             fleet.wait_for_run(run_id)
@@ -267,28 +265,30 @@ def _format_comparison(ours: SideCosts, stock: SideCosts) -> str:
 
 
 def _compare_example(arguments: argparse.Namespace, root: Path) -> str:
-    """Runs an example on both sides in turn; returns a table with a line of each run."""
+    """Runs an example on both sides in turn, once with each seed; returns a table with a line of each run."""
     names = arguments.only or ["quickstart-pytorch"]
     example = next(one for one in EXAMPLES if one.name == names[0])
+    example = replace(example, run_config=f"{example.run_config} {arguments.run_config}".strip())
     folder, data = arguments.flower / "examples" / example.name, _write_data(arguments, root)
     sides = {"edgefl": _run_edgefl, "stock Flower": _run_stock}
-    head = example.name, "run", "its strategy", "board (PSS, peak)", "accuracy by round", "load"
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|---|"]
-    for number in range(arguments.repeats):
+    head = example.name, "seed", "run", "its strategy", "board (PSS, peak)", "accuracy by round", "load"
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|---|---|"]
+    for seed in arguments.seeds:
         for side, run in sides.items():
-            done, load = run(example, folder, root / f"{number}-{side.split()[0]}", data), os.getloadavg()[0]
+            load = os.getloadavg()[0]
+            done = run(example, folder, root / f"{seed}-{side.split()[0]}", data, seed=seed)
             accuracies = " ".join(f"{value:.4f}" for value in done.accuracies)
             seconds = f"{done.run_s:.1f} s", f"{done.strategy_s:.1f} s"
-            cells = *seconds, f"{done.board_bytes / 1e6:.0f} MB", accuracies, f"{load:.0f}"
-            lines.append(f"| {side} | {' | '.join(cells)} |")
+            cells = seed, *seconds, f"{done.board_bytes / 1e6:.0f} MB", accuracies, f"{load:.0f}"
+            lines.append(f"| {side} | {' | '.join(map(str, cells))} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
-def _run_edgefl(example: Example, folder: Path, root: Path, data: Path) -> SideRun:
+def _run_edgefl(example: Example, folder: Path, root: Path, data: Path, *, seed: int) -> SideRun:
     app = read_app(folder)
-    with _start_fleet(example, app, root, data) as fleet:
-        config = make_app_run(app, example.run_config, name=None, num_boards=example.num_boards, groups=())
+    with _start_fleet(example, app, root, data, seed=seed) as fleet:
+        config = _make_run(example, app, seed)
         with Meter({name: process.pid for name, process in fleet.processes.items()}) as meter:
             begin_s = time.time()
             run_id = fleet.submit(config)
@@ -300,10 +300,10 @@ def _run_edgefl(example: Example, folder: Path, root: Path, data: Path) -> SideR
         return _summarise_run(meter, names, begin_s, end_s, result.read("server-app.log").decode(errors="replace"))
 
 
-def _run_stock(example: Example, folder: Path, root: Path, data: Path) -> SideRun:
+def _run_stock(example: Example, folder: Path, root: Path, data: Path, *, seed: int) -> SideRun:
     site = root.with_name(f"{root.name}-site")
     site.mkdir(parents=True)
-    _add_data(site, data)
+    _add_data(site, data, seed)
     superlink = [str(scripts() / "flower-superlink")]
     with StockFleet(root=root, num_devices=example.num_boards, superlink=superlink, site=site) as fleet:
         options = ["--stream", *(["--run-config", example.run_config] if example.run_config else [])]
@@ -332,13 +332,20 @@ def _parse_rounds(example: Example) -> dict[str, str]:
     return dict(pair.partition("=")[::2] for pair in example.run_config.split() if pair.startswith(ROUND_KEYS))
 
 
-def _start_fleet(example: Example, app: AppFolder, root: Path, data: Path | None) -> LocalFleet:
+def _make_run(example: Example, app: AppFolder, seed: int = RunSection(task="").seed) -> RunConfig:
+    config = make_app_run(app, example.run_config, name=None, num_boards=example.num_boards, groups=())
+    return replace(config, run=replace(config.run, seed=seed))
+
+
+def _start_fleet(
+    example: Example, app: AppFolder, root: Path, data: Path | None, *, seed: int | None = None
+) -> LocalFleet:
     """Returns a fleet whose coordinator and boards have the example's pack; its processes are confined."""
     site = root / "site"
     with zipfile.ZipFile(write_app_wheel(app, root / "dist")) as wheel:
         wheel.extractall(site)
     if data is not None:
-        _add_data(site, data)
+        _add_data(site, data, seed)
     devices = []
     for number in range(1, example.num_boards + 1):
         files = root / f"files-{number}"
@@ -352,10 +359,12 @@ def _start_fleet(example: Example, app: AppFolder, root: Path, data: Path | None
     return LocalFleet(root=root / "fleet", devices=devices, environment=environment)
 
 
-def _add_data(site: Path, data: Path) -> None:
-    """Puts the data sets into a folder of modules, and what reads them in the place of the network."""
+def _add_data(site: Path, data: Path, seed: int | None) -> None:
+    """Puts the data sets into a folder of modules, what reads them in the place of the network, and torch's seed."""
     shutil.copyfile(HARNESS / "flower_data" / "sitecustomize.py", site / "sitecustomize.py")
     shutil.copytree(data, site / "data", copy_function=os.link)
+    if seed is not None:
+        (site / "data" / "seed").write_text(str(seed))
 
 
 def _find_failure(fleet: LocalFleet, run_id: str) -> str:
@@ -387,7 +396,8 @@ def _parse() -> argparse.Namespace:
     add("--only", nargs="+", choices=[example.name for example in EXAMPLES], help="these examples [all]")
     add("--images", type=int, default=NUM_IMAGES, help="training images of all boards [%(default)s]")
     add("--compare", action="store_true", help="one app on edgefl and on stock Flower: the no-op app, or an example")
-    add("--repeats", type=int, default=1, help="of an example's comparison [%(default)s]")
+    add("--seeds", nargs="+", type=int, default=[RunSection(task="").seed], help="of an example's comparison")
+    add("--run-config", default="", help="other values of an example that is compared, as `flwr run` takes them")
     add("--keep", action="store_true", help="leave logs and results where they are, and say where")
     add("--json", action="store_true", help="print one JSON array instead of a table")
     arguments = options.parse(parser, images=90)

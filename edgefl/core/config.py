@@ -58,6 +58,8 @@ JOB_STRATEGY = "job"
 """What a run of a job has in place of a strategy's name."""
 JOB_RUN_SETTINGS = frozenset({"name", "seconds", "bytes", "max_state_bytes"})
 """Settings of `[run]` that count in a job."""
+APP_RUN_SETTINGS = JOB_RUN_SETTINGS | {"seed"}
+"""Those that count in a Flower app, whose ServerApp is seeded."""
 _TRAINING_DEVICE_SETTINGS = frozenset({"count", "fraction"})
 _HEADER = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")
 _KEY = re.compile(r"""\s*([\w.-]+|"[^"\n]*"|'[^'\n]*')\s*=""")
@@ -612,8 +614,8 @@ class SimulationSection:
 class JobSection:
     """`[job]`: a computation in parts on boards, in place of a training; see `edgefl.Job`.
 
-    Such a run file has `[run]` without a task, of which `name`, `seconds`, `bytes` and `max_state_bytes` count, and
-    `[devices]` without `count` and `fraction`.
+    Such a run file has `[run]` without a task, of which `name`, `seconds`, `bytes` and `max_state_bytes` count, with a
+    Flower app also `seed`, and `[devices]` without `count` and `fraction`.
 
     Attributes:
         name: a job of an installed package, or `module:Class` of an allowed module; empty for a training.
@@ -757,7 +759,8 @@ class RunConfig:
         }
         sections["job"].pop("options")
         if self.job.name:
-            run = {key: item for key, item in sections["run"].items() if key in JOB_RUN_SETTINGS}
+            counting = _list_job_run_settings(self.job.name)
+            run = {key: item for key, item in sections["run"].items() if key in counting}
             devices = {key: item for key, item in sections["devices"].items() if key not in _TRAINING_DEVICE_SETTINGS}
             kept = {name: table for name, table in sections.items() if name in {"job", "conditions"}}
             if self.compression != CompressionSection():
@@ -1182,6 +1185,11 @@ def _join_list(name: str, value: object) -> object:
     return ",".join(map(str, value))
 
 
+def _list_job_run_settings(name: str) -> frozenset[str]:
+    """Returns the settings of `[run]` that count in a job of a name."""
+    return APP_RUN_SETTINGS if name.startswith(APP_JOB_PREFIX) else JOB_RUN_SETTINGS
+
+
 def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the tables of a run file with a job as those of a run whose task is the job.
 
@@ -1208,7 +1216,8 @@ def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
             )
         elif name in unknown:
             faults.messages.append(f"{name} means nothing {what}; leave it out")
-    unused = [f"run.{key}" for key in run if key not in JOB_RUN_SETTINGS] if isinstance(run, Mapping) else []
+    counting = _list_job_run_settings(job["name"])
+    unused = [f"run.{key}" for key in run if key not in counting] if isinstance(run, Mapping) else []
     if isinstance(devices, Mapping):
         unused += [f"devices.{key}" for key in devices if key in _TRAINING_DEVICE_SETTINGS]
     faults.messages += [f"{name} means nothing for a job; leave it out" for name in unused]

@@ -180,8 +180,15 @@ def _decode_state(saved: bytes) -> RecordDict:
         return RecordDict()
 
 
-def make_app_run(
-    app: AppFolder, run_config: str, *, name: str | None, num_boards: int, groups: Sequence[str], codec: str = ""
+def make_app_run(  # noqa: PLR0913 each is one setting of the run file
+    app: AppFolder,
+    run_config: str,
+    *,
+    name: str | None,
+    num_boards: int,
+    groups: Sequence[str],
+    codec: str = "",
+    seed: int | None = None,
 ) -> RunConfig:
     """Returns the run file of an app.
 
@@ -192,6 +199,7 @@ def make_app_run(
         num_boards: that it begins with.
         groups: of the boards; all where empty.
         codec: of what they change in the app's arrays; empty for none.
+        seed: of the ServerApp's generators; None for the run file's default.
 
     Raises:
         ConfigError: the run configuration makes no sense.
@@ -199,7 +207,7 @@ def make_app_run(
     merge_config(app, run_config)
     options = {"fingerprint": compute_fingerprint(app), "run_config": run_config}
     table: Json = {
-        "run": {"name": name or app.name},
+        "run": {"name": name or app.name, **({} if seed is None else {"seed": seed})},
         "job": {"name": get_job_name(app.name), **{key: value for key, value in options.items() if value}},
         "devices": {"min": num_boards, "ready_s": LOAD_S, **({"groups": list(groups)} if groups else {})},
         **({"compression": {"up": codec}} if codec else {}),

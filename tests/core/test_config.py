@@ -373,6 +373,8 @@ def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
             "guard means nothing for a Flower app, whose own code trains; leave it",
         ),
         ({**JOB, "run": {"task": "digits"}}, "run.task means nothing for a job; leave it out"),
+        ({**JOB, "run": {"seed": 1}}, "run.seed means nothing for a job; leave it out"),
+        ({**APP, "run": {"rounds": 1}}, "run.rounds means nothing for a job; leave it out"),
         ({**JOB, "devices": {"count": 2}}, "devices.count means nothing for a job; leave it out"),
         ({"job": {"name": "a:B", "parts": 0}}, "job.parts must be a whole number at least 1"),
         ({"job": {"name": "a:B", "max_part_bytes": 10**12}}, "job.max_part_bytes must be a whole number at least 1"),

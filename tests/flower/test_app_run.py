@@ -662,9 +662,10 @@ def test_a_plan_starts_no_process_and_names_every_board(make_fleet):
 def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
     app = read_app(write_app(tmp_path / "app"))
     config = make_app_run(
-        app, "num-server-rounds=9 model.size=2", name=None, num_boards=3, groups=["lab"], codec="int8"
+        app, "num-server-rounds=9 model.size=2", name=None, num_boards=3, groups=["lab"], codec="int8", seed=3
     )
     assert config.compression.up == "int8"
+    assert RunConfig.from_json(config.to_json()).run.seed == 3
     assert RunConfig.from_json(config.to_json()) == config
     assert (config.job.name, config.run.name, config.devices.min) == ("flower-mean-app", "mean-app", 3)
     kind = type("App", (FlowerApp,), {"root": app.root})
