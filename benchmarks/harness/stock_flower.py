@@ -30,7 +30,7 @@ from harness.awake.shortened_polls import POLLS
 from harness.links import Link, linked
 from harness.process_trees import die_with_parent
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.05
 APP = Path(__file__).with_name("stock_app")

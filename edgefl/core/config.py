@@ -614,8 +614,8 @@ class SimulationSection:
 class JobSection:
     """`[job]`: a computation in parts on boards, in place of a training; see `edgefl.Job`.
 
-    Such a run file has `[run]` without a task, of which `name`, `seconds`, `bytes` and `max_state_bytes` count, with a
-    Flower app also `seed`, and `[devices]` without `count` and `fraction`.
+    Such a run file has `[run]` without a task, of which `name`, `seconds`, `bytes` and `max_state_bytes` count,
+    for a Flower app also `seed`, and `[devices]` without `count` and `fraction`.
 
     Attributes:
         name: a job of an installed package, or `module:Class` of an allowed module; empty for a training.

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.codec import Codec, decode_body, make_codec
+from edgefl.compression.error_feedback import ErrorFeedback, has_error_feedback
 from edgefl.compression.stages import to_dense
 from edgefl.core.errors import CodecError, ConfigError, DataError
 from edgefl.core.types import ModelSpec, TensorSpec, derive_rng
@@ -22,6 +23,8 @@ _FLOATS = frozenset({"float16", "float32", "float64"})
 _NUMPY = "numpy.ndarray"
 _OLDER_NAMES = {"fitres.parameters": "fitins.parameters"}
 """Records of replies of Flower's older interface, and of their messages."""
+_UPDATE = "update"
+"""What the residual calls an update, of which none is under way after its reply was made."""
 _Values = dict[str, np.ndarray[Any, Any]]
 
 
@@ -32,11 +35,19 @@ class ChangeCodec:
         content: of the message, whose arrays are kept as they are now.
         line: of the codec; empty where replies are only decoded.
         seed: of what the codec draws: the same message has the same reply.
+        residuals: by records of replies, what the codec left out of earlier ones (`ef`); `encode` changes it.
     """
 
-    def __init__(self, content: RecordDict, line: str = "", *seed: int | str) -> None:
+    def __init__(
+        self,
+        content: RecordDict,
+        line: str = "",
+        *seed: int | str,
+        residuals: dict[str, ArrayRecord] | None = None,
+    ) -> None:
         self._sent = {name: dict(record) for name, record in content.array_records.items()}
         self._line, self._seed = line, seed
+        self._residuals = {} if residuals is None else residuals
 
     def encode(self, name: str, record: Mapping[str, Array]) -> tuple[frozenset[str], bytes] | None:
         """Returns which arrays of a record are in the body, and that; None where the record travels as it is."""
@@ -51,11 +62,25 @@ class ChangeCodec:
             if not all(np.isfinite(change).all() for change in changes.values()):
                 return None
             codec = make_codec(self._line, _make_shapes(changes))
-            body = codec.encode(changes, derive_rng(*self._seed, name))
+            rng = derive_rng(*self._seed, name)
+            feedback = self._restore_feedback(name, codec) if has_error_feedback(self._line) else None
+            body = codec.encode(changes, rng) if feedback is None else feedback.encode(_UPDATE, changes, rng)
         except (CodecError, ValueError):  # beyond the codec's range, or no array after all
             return None
         coded = frozenset(shared)
-        return (coded, body) if len(body) < sum(len(record[key].data) for key in coded) else None
+        if len(body) >= sum(len(record[key].data) for key in coded):
+            return None
+        if feedback is not None:
+            feedback.record_used((_UPDATE,))
+            self._residuals[name] = ArrayRecord({key: Array(array) for key, array in feedback.state().items()})
+        return coded, body
+
+    def _restore_feedback(self, name: str, codec: Codec) -> ErrorFeedback:
+        """Returns the residual of a record; none where the app's arrays have other names or shapes than before."""
+        feedback, kept = ErrorFeedback(codec), dict(self._residuals.get(name, {}))
+        with contextlib.suppress(CodecError, ValueError):
+            feedback.restore({key: array.numpy() for key, array in kept.items()})
+        return feedback
 
     def decode(self, name: str, exact: Mapping[str, Array], body: bytes) -> ArrayRecord:
         """Returns a record of a reply; each once.

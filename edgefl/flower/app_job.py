@@ -26,7 +26,7 @@ from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.job import Job, JobContext
 
 if TYPE_CHECKING:
-    from flwr.app import Context, Message, RecordDict
+    from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ MAX_REASON_CHARS = 500
 LIFETIME_S = 10.0**11
 """Of messages on a board, whose clock may be wrong, from 1970 on."""
 STATE_FILE = "context"
+RESIDUAL_PREFIX = "edgefl.residual/"
+"""Of records beside a ClientApp's own state that it does not see: what a codec with `ef` left out of its replies."""
 LOAD_S = 300.0
 """How long boards may import the ClientApp, and what it needs, before the run begins."""
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
@@ -96,14 +98,15 @@ class FlowerApp(Job):
                 "run": f"{context.run} {header['run']}",
                 "message": f"{context.part} {hashlib.sha256(context.input).hexdigest()}",
             }
+            before = self._load_state(key, context.scratch)
+            state, residuals = _decode_state(before)
             codec = None
             if (line := str(header.get("codec", ""))) and str(header["type"]).startswith(TRAIN):
-                codec = ChangeCodec(content, line, *key.values(), context.device_id)
-            before = self._load_state(key, context.scratch)
-            flower_context = self._make_context(header, context, _decode_state(before))
+                codec = ChangeCodec(content, line, *key.values(), context.device_id, residuals=residuals)
+            flower_context = self._make_context(header, context, state)
             reply = client(_make_message(header, content, context.part), flower_context)
-            after = encode_message({}, flower_context.state) if flower_context.state else b""
-            self._save_state(key, before, after, context.scratch)
+            answer = b"" if reply.has_error() else encode_message({}, reply.content, codec)
+            self._save_state(key, before, _encode_state(flower_context.state, residuals), context.scratch)
         except (Exception, SystemExit) as error:  # another author's code may raise anything
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
             log.warning("the ClientApp of %s failed", self.app.name, exc_info=True)
@@ -112,7 +115,7 @@ class FlowerApp(Job):
         if reply.has_error():
             return encode_message({"error": reply.error.code, "reason": str(reply.error.reason)[:MAX_REASON_CHARS]})
         context.log(f"{format_label(header, content)}: {format_metrics(reply.content)}")
-        return encode_message({}, reply.content, codec)
+        return answer
 
     def _load_client(self) -> Any:
         if self._client is None:
@@ -167,17 +170,35 @@ class FlowerApp(Job):
             log.warning("the state of the ClientApp stays in memory: %s", error)
 
 
-def _decode_state(saved: bytes) -> RecordDict:
-    """Returns a ClientApp's state; a blank one where nothing, or nothing that makes sense, was saved."""
+def _encode_state(state: RecordDict, residuals: dict[str, ArrayRecord]) -> bytes:
+    """Returns a ClientApp's state with the residuals of its replies; nothing where both are empty."""
+    from flwr.app import RecordDict  # noqa: PLC0415 only where Flower runs
+
+    from edgefl.flower.app_messages import encode_message  # noqa: PLC0415 likewise
+
+    kept = RecordDict({**state, **{f"{RESIDUAL_PREFIX}{name}": record for name, record in residuals.items()}})
+    return encode_message({}, kept) if kept else b""
+
+
+def _decode_state(saved: bytes) -> tuple[RecordDict, dict[str, ArrayRecord]]:
+    """Returns a ClientApp's state and the residuals of its replies by their records.
+
+    Both are blank where nothing, or nothing that makes sense, was saved.
+    """
     from flwr.app import RecordDict  # noqa: PLC0415 only where Flower runs
 
     from edgefl.flower.app_messages import decode_message  # noqa: PLC0415 likewise
 
     try:
-        return (decode_message(saved)[1] if saved else None) or RecordDict()
+        state = (decode_message(saved)[1] if saved else None) or RecordDict()
     except DataError as error:
         log.warning("the state of the ClientApp is lost: %s", error)
-        return RecordDict()
+        state = RecordDict()
+    names = [name for name in state.array_records if name.startswith(RESIDUAL_PREFIX)]
+    kept = {name.removeprefix(RESIDUAL_PREFIX): state.array_records[name] for name in names}
+    for name in names:
+        del state[name]
+    return state, kept
 
 
 def make_app_run(  # noqa: PLR0913 each is one setting of the run file

@@ -97,6 +97,37 @@ def test_what_is_no_change_of_the_message_or_beyond_the_codec_travels_as_it_is()
     assert np.any(back["arrays"]["wide"].numpy() != shaped["wide"])
 
 
+def test_what_a_codec_with_ef_leaves_out_is_in_later_replies_and_stays_while_a_record_travels_as_it_is():
+    residuals, total = {}, np.zeros((40, 25))
+    change = (0.1 * RNG.standard_normal((40, 25))).astype(np.float32)
+    for number in range(30):
+        message = make_message()
+        codec = ChangeCodec(message, "ef|topk:0.1", number, residuals=residuals)
+        body = encode_message({}, RecordDict({"arrays": make_record(SENT | {"w": SENT["w"] + change})}), codec)
+        assert b'"changes"' in body
+        kept = {name: dict(record) for name, record in residuals.items()}
+        broken = RecordDict({"arrays": make_record(SENT | {"w": np.full_like(SENT["w"], np.nan)})})
+        encode_message({}, broken, ChangeCodec(message, "ef|topk:0.1", number, residuals=residuals))
+        assert {name: dict(record) for name, record in residuals.items()} == kept
+        total += decode_message(body, ChangeCodec(message))[1]["arrays"]["w"].numpy() - SENT["w"]
+    left = residuals["arrays"]["residual/w"].numpy()
+    np.testing.assert_allclose(total + left, 30 * change, atol=1e-4)
+    assert np.count_nonzero(total) > 700, "entries that one reply never has room for get there"
+
+
+def test_a_residual_of_other_arrays_is_not_added():
+    residuals = {}
+    ChangeCodec(make_message(), "ef|topk:0.1", 1, residuals=residuals).encode("arrays", make_record(train()))
+    small = {"w": SENT["w"][:20]}
+    message, after = make_message(small), small["w"] + 1
+    body = encode_message(
+        {},
+        RecordDict({"arrays": make_record({"w": after})}),
+        ChangeCodec(message, "ef|topk:1.0|fp16", 1, residuals=residuals),
+    )
+    np.testing.assert_allclose(decode_message(body, ChangeCodec(message))[1]["arrays"]["w"].numpy(), after, atol=0.01)
+
+
 def test_a_message_of_the_older_interface_has_its_record_by_another_name():
     after = train()
     message = make_message(name="fitins.parameters")

@@ -22,10 +22,11 @@ from edgefl.core.types import DeviceInfo, HealthMetrics, Role, Update, UpdateMet
 from edgefl.engine.assembly import job as assembly
 from edgefl.flower import server_link
 from edgefl.flower.app_check import check_app
+from edgefl.flower.app_codec import ChangeCodec
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import LOAD_S, FlowerApp, compute_fingerprint, load_component, make_app_run
-from edgefl.flower.app_messages import encode_envelope, encode_message, split_envelope
+from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message, split_envelope
 from edgefl.flower.app_strategy import SENT_S, read_reply
 from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
@@ -210,7 +211,7 @@ def find_model(fleet, expected, keep):
     return model
 
 
-@pytest.mark.parametrize(("line", "share"), [("int8", 0.2), ("topk:0.1", 0.2)])
+@pytest.mark.parametrize(("line", "share"), [("int8", 0.2), ("topk:0.1", 0.2), ("ef|topk:0.1", 0.2)])
 def test_a_codec_makes_replies_small_and_the_model_is_within_its_bound(
     make_fleet, tmp_path, monkeypatch, line, share
 ):
@@ -222,7 +223,9 @@ def test_a_codec_makes_replies_small_and_the_model_is_within_its_bound(
     expected = compute_expected(fleet, tmp_path, monkeypatch)
     assert max(sizes) < share * 8 * 2000
     assert len(fleet.state.used) == 18
-    if line == "int8":
+    if line.startswith("ef"):
+        assert np.abs(model - expected).mean() < 0.97 * np.abs(find_model(fleet, expected, 200) - expected).mean()
+    elif line == "int8":
         # Half a step of a 127th of the largest change, in each of three rounds, of which a round halves what is left.
         largest = (
             0.5 * 2 * max(np.abs(np.random.default_rng(number).standard_normal(2000)).max() for number in range(3))
@@ -250,10 +253,40 @@ def test_replies_that_train_have_changes_and_no_others(make_fleet, kind):
     assert (b'"changes"' in fleet.answer("a", 0, body)) == (kind == "train")
 
 
+def test_what_ef_leaves_out_stays_on_the_board_over_a_restart_and_the_app_does_not_see_it(make_fleet):
+    fleet, states = make_fleet(), []
+
+    def client(message, context):
+        states.append([*context.state])
+        context.state["mine"] = MetricRecord({"count": len(states)})
+        if message.metadata.message_type == "query":
+            return Message(RecordDict({"seen": MetricRecord({"n": 1})}), reply_to=message)
+        changed = message.content["arrays"].to_numpy_ndarrays()[0] + np.arange(1.0, 101.0)
+        return Message(RecordDict({"arrays": ArrayRecord([changed])}), reply_to=message)
+
+    envelope = {"run": "r", "run_id": 1, "node_id": 2, "node_config": {}, "codec": "ef|topk:0.2"}
+    content, total, first = RecordDict({"arrays": ArrayRecord([np.zeros(100)])}), np.zeros(100), b""
+    for part, kind in enumerate(["train", "train", "query", "train", "train", "train"]):
+        fleet.jobs["a"] = type(fleet.jobs["a"])()
+        fleet.jobs["a"]._client = client
+        body = encode_envelope(envelope) + encode_message({"type": kind, "group": ""}, content)
+        reply = fleet.answer("a", part, body)
+        assert fleet.answer("a", part, body) == reply, "its reply was lost, and the message comes again"
+        if kind == "train":
+            total += decode_message(reply, ChangeCodec(content))[1]["arrays"].to_numpy_ndarrays()[0]
+            first = first or reply
+    assert states == [[], [], *[["mine"]] * 10]
+    # 20 of 100 entries in each of five replies: the largest of what is left over.
+    assert np.count_nonzero(total) > 50
+    np.testing.assert_array_less(total, 5 * np.arange(1.0, 101.0) + 1e-3)
+    # Another run begins without it.
+    anew = encode_envelope(envelope | {"run": "s"}) + encode_message({"type": "train", "group": ""}, content)
+    assert fleet.answer("a", 0, anew) == first
+
+
 @pytest.mark.parametrize(
     ("name", "section", "words"),
     [
-        ("flower-mean-app", {"up": "ef|topk:0.01"}, "compression.up must be without ef for a Flower app"),
         ("flower-mean-app", {"up": "auto"}, "compression.up must be one codec for a Flower app"),
         ("flower-mean-app", {"up": "int7"}, "compression.up: "),
         ("flower-mean-app", {"up": "powersgd:2"}, "compression.up: "),

@@ -12,7 +12,6 @@ import numpy as np
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.codec_selection import parse_auto_candidates
-from edgefl.compression.error_feedback import has_error_feedback
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import CompressionSection, RunConfig
 from edgefl.core.errors import CodecError, ConfigError
@@ -198,11 +197,6 @@ def _make_codec_line(config: RunConfig) -> str:
     with name_codec_errors("compression.up"):
         if parse_auto_candidates(section.up) is not None:
             faults.messages.append("compression.up must be one codec for a Flower app, got 'auto'")
-        elif has_error_feedback(section.up):
-            faults.messages.append(
-                "compression.up must be without ef for a Flower app, of which boards keep no residual, "
-                f"got {section.up!r}"
-            )
         faults.check()
         line = format_with_layers(section.up, section.layers)
         make_codec(line, ())
