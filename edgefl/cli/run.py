@@ -134,6 +134,7 @@ def submit(  # noqa: PLR0913 the options of one command
 @click.option("--group", "groups", multiple=True, help="Only boards of this group; may be repeated.")
 @click.option("--name", help="Of the run [default: the app's].")
 @click.option("--codec", default="", help="Of what boards change in the app's arrays, such as int8 [default: none].")
+@click.option("--down", default="", help="Codec of the arrays that boards are sent, such as fp16 [default: none].")
 @click.option("--seed", type=click.IntRange(0), help="Of the ServerApp's random generators [default: 7].")
 @click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
 @url_option
@@ -145,6 +146,7 @@ def submit_flower_app(  # noqa: PLR0913 the options of one command
     groups: tuple[str, ...],
     name: str | None,
     codec: str,
+    down: str,
     seed: int | None,
     watches: bool,
     url: str | None,
@@ -155,7 +157,7 @@ def submit_flower_app(  # noqa: PLR0913 the options of one command
 
     with open_app(app) as opened:
         config = make_app_run(
-            opened, run_config, name=name, num_boards=num_boards, groups=groups, codec=codec, seed=seed
+            opened, run_config, name=name, num_boards=num_boards, groups=groups, codec=codec, down=down, seed=seed
         )
     run = make_client(url).post("/edgefl/v1/runs", {"config": config.to_json(), "priority": 0})
     echo(run["run_id"])

@@ -1,14 +1,16 @@
-"""Codec of the arrays in replies: what a ClientApp changed in those that it was sent.
+"""Codecs of the arrays in a Flower app's messages: those sent to boards, and what a ClientApp changed in them.
 
-Both ends have the message, so that the change alone travels. A record counts where its message has one of the same
-name; of its arrays those of floats whose shape and type are the same, and all others travel as they are.
+Both ends have the message, so that of a reply the change alone travels. A record counts where its message has one of
+the same name; of its arrays those of floats whose shape and type are the same, and all others travel as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
@@ -23,6 +25,10 @@ _FLOATS = frozenset({"float16", "float32", "float64"})
 _NUMPY = "numpy.ndarray"
 _OLDER_NAMES = {"fitres.parameters": "fitins.parameters"}
 """Records of replies of Flower's older interface, and of their messages."""
+CHANGES, MODEL = "changes", "model"
+"""Kinds of records in a codec: of a reply, and of a message."""
+_MAX_EXPANSION = 128
+"""How many times larger than its body the arrays of a message may be: more is not believed, and not sent."""
 _UPDATE = "update"
 """What the residual calls an update, of which none is under way after its reply was made."""
 _Values = dict[str, np.ndarray[Any, Any]]
@@ -37,6 +43,8 @@ class ChangeCodec:
         seed: of what the codec draws: the same message has the same reply.
         residuals: by records of replies, what the codec left out of earlier ones (`ef`); `encode` changes it.
     """
+
+    kind: ClassVar[str] = CHANGES
 
     def __init__(
         self,
@@ -107,6 +115,85 @@ class ChangeCodec:
         with np.errstate(over="ignore", invalid="ignore"):
             after = {key: Array((old + to_dense(changes[key])).astype(old.dtype)) for key, old in before.items()}
         return ArrayRecord({key: exact[key] if key in exact else after[key] for key in sent})
+
+
+class ModelCodec:
+    """Codec of messages to boards: their arrays of floats, rounded; of each name the last record is kept.
+
+    Args:
+        line: of the codec, which rounds each number by itself.
+    """
+
+    kind: ClassVar[str] = MODEL
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+        self._last: dict[str, tuple[Sequence[bytes], ArrayRecord, tuple[frozenset[str], bytes] | None]] = {}
+
+    def encode(self, name: str, record: Mapping[str, Array]) -> tuple[frozenset[str], bytes] | None:
+        """Returns which arrays of a record are in the body, and that; None where the record travels as it is."""
+        return self._encode(name, record)[1]
+
+    def round(self, content: RecordDict) -> RecordDict:
+        """Returns a message's content as its board reads it."""
+        made = {name: self._encode(name, record)[0] for name, record in content.array_records.items()}
+        return RecordDict({**content, **made})
+
+    def _encode(
+        self, name: str, record: Mapping[str, Array]
+    ) -> tuple[ArrayRecord, tuple[frozenset[str], bytes] | None]:
+        data = [array.data for array in record.values()]
+        if name in self._last:
+            before, rounded, encoded = self._last[name]
+            is_same = len(data) == len(before) and all(map(operator.is_, data, before))
+            if is_same and list(rounded) == list(record):  # a strategy sends the same arrays to every board
+                return rounded, encoded
+        encoded = self._encode_floats(record)
+        rounded = ArrayRecord(dict(record))
+        if encoded is not None:
+            exact = {key: array for key, array in record.items() if key not in encoded[0]}
+            rounded = decode_model([[key, a.dtype, a.shape] for key, a in record.items()], exact, encoded[1])
+        self._last[name] = data, rounded, encoded
+        return rounded, encoded
+
+    def _encode_floats(self, record: Mapping[str, Array]) -> tuple[frozenset[str], bytes] | None:
+        try:
+            with np.errstate(over="ignore"):  # what is not finite is found below
+                values = {key: array.astype(np.float32) for key, array in _read_floats(record).items()}
+            if not values or not all(np.isfinite(array).all() for array in values.values()):
+                return None
+            body = make_codec(self._line, _make_shapes(values)).encode(values, derive_rng("app", "downlink"))
+        except (CodecError, ValueError):  # beyond the codec's range, or no array after all
+            return None
+        size = sum(len(record[key].data) for key in values)
+        return (frozenset(values), body) if len(body) < size <= _MAX_EXPANSION * len(body) else None
+
+
+def decode_model(arrays: Sequence[Sequence[Any]], exact: Mapping[str, Array], body: bytes) -> ArrayRecord:
+    """Returns a record of a message.
+
+    Args:
+        arrays: name, type and shape of each array, in order.
+        exact: those that travelled as they are.
+        body: all others.
+
+    Raises:
+        DataError: the body is not of them, or they are larger than such a body makes.
+    """
+    coded = {key: (np.dtype(kind), tuple(shape)) for key, kind, shape in arrays if key not in exact}
+    for key, (kind, shape) in coded.items():
+        if kind.name not in _FLOATS or not all(type(size) is int and size >= 0 for size in shape):
+            raise DataError(f"a model's array {key!r:.60} of {kind.name:.20} and shape {shape!r:.60}")
+    num_bytes = sum(math.prod(shape) * kind.itemsize for kind, shape in coded.values())
+    if num_bytes > _MAX_EXPANSION * len(body):
+        raise DataError(f"a model of {num_bytes} bytes in a body of {len(body)}")
+    try:
+        values = decode_body(body, tuple(TensorSpec(name=key, shape=shape) for key, (_, shape) in coded.items()))
+    except CodecError as error:
+        raise DataError(f"a model: {error}") from None
+    with np.errstate(over="ignore"):  # float16
+        made = {key: Array(to_dense(values[key]).astype(kind)) for key, (kind, _) in coded.items()}
+    return ArrayRecord({key: exact[key] if key in exact else made[key] for key, *_ in arrays})
 
 
 def check_codec(line: str, content: RecordDict) -> bool:

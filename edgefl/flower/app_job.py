@@ -86,7 +86,7 @@ class FlowerApp(Job):
         from edgefl.flower.app_messages import TRAIN, decode_message, encode_message, split_envelope  # noqa: PLC0415 likewise
 
         envelope, message = split_envelope(context.input)
-        header, content = decode_message(message)
+        header, content = decode_message(message, is_from_server=True)
         if content is None:
             raise DataError("a Flower message without content")
         header |= envelope
@@ -209,6 +209,7 @@ def make_app_run(  # noqa: PLR0913 each is one setting of the run file
     num_boards: int,
     groups: Sequence[str],
     codec: str = "",
+    down: str = "",
     seed: int | None = None,
 ) -> RunConfig:
     """Returns the run file of an app.
@@ -220,6 +221,7 @@ def make_app_run(  # noqa: PLR0913 each is one setting of the run file
         num_boards: that it begins with.
         groups: of the boards; all where empty.
         codec: of what they change in the app's arrays; empty for none.
+        down: of the arrays that they are sent; empty for none.
         seed: of the ServerApp's generators; None for the run file's default.
 
     Raises:
@@ -227,11 +229,12 @@ def make_app_run(  # noqa: PLR0913 each is one setting of the run file
     """
     merge_config(app, run_config)
     options = {"fingerprint": compute_fingerprint(app), "run_config": run_config}
+    compression = {key: line for key, line in (("up", codec), ("down", down)) if line}
     table: Json = {
         "run": {"name": name or app.name, **({} if seed is None else {"seed": seed})},
         "job": {"name": get_job_name(app.name), **{key: value for key, value in options.items() if value}},
         "devices": {"min": num_boards, "ready_s": LOAD_S, **({"groups": list(groups)} if groups else {})},
-        **({"compression": {"up": codec}} if codec else {}),
+        **({"compression": compression} if compression else {}),
     }
     return parse_run(table)
 

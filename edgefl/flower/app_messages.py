@@ -20,7 +20,7 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 
 if TYPE_CHECKING:
-    from edgefl.flower.app_codec import ChangeCodec
+    from edgefl.flower.app_codec import ChangeCodec, ModelCodec
 
 _LENGTH = struct.Struct("<I")
 _RECORDS, _BYTES = "records", "bytes"
@@ -35,8 +35,10 @@ MAX_EXAMPLES, MAX_VALUE = 1e9, 1e12
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
-def encode_message(header: Json, content: RecordDict | None = None, codec: ChangeCodec | None = None) -> bytes:
-    """Returns a header and the records of a message as bytes; with the codec of a reply, its arrays in that."""
+def encode_message(
+    header: Json, content: RecordDict | None = None, codec: ChangeCodec | ModelCodec | None = None
+) -> bytes:
+    """Returns a header and the records of a message as bytes; with a codec, its arrays in that."""
     blobs: list[bytes] = []
     records = None
     if content is not None:
@@ -45,12 +47,15 @@ def encode_message(header: Json, content: RecordDict | None = None, codec: Chang
     return b"".join([_LENGTH.pack(len(text)), text, *blobs])
 
 
-def decode_message(body: bytes, codec: ChangeCodec | None = None) -> tuple[Json, RecordDict | None]:
+def decode_message(
+    body: bytes, codec: ChangeCodec | None = None, *, is_from_server: bool = False
+) -> tuple[Json, RecordDict | None]:
     """Returns header and records, None where it has none.
 
     Args:
         body: of the message.
-        codec: of the reply to a message; None where no arrays may be in a codec.
+        codec: of the reply to a message; None where no changes may be in it.
+        is_from_server: its arrays may be in a codec.
 
     Raises:
         DataError: the bytes are no such message.
@@ -61,7 +66,9 @@ def decode_message(body: bytes, codec: ChangeCodec | None = None) -> tuple[Json,
         records, blobs = header.pop(_RECORDS), _Blobs(body, _LENGTH.size + length)
         content = None
         if records is not None:
-            content = RecordDict(dict(_decode_record(record, blobs, codec) for record in records))
+            content = RecordDict(
+                dict(_decode_record(record, blobs, codec, is_from_server=is_from_server) for record in records)
+            )
         blobs.check_end()
     except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
         raise DataError(f"a Flower message that makes no sense: {str(error)[:200]}") from None
@@ -139,27 +146,39 @@ class _Blobs:
         return data
 
 
-def _encode_record(name: str, record: Record, blobs: list[bytes], codec: ChangeCodec | None) -> list[Any]:
+def _encode_record(
+    name: str, record: Record, blobs: list[bytes], codec: ChangeCodec | ModelCodec | None
+) -> list[Any]:
     if isinstance(record, ArrayRecord):
         coded, body = (codec and codec.encode(name, record)) or (frozenset[str](), b"")
         exact = {key: array for key, array in record.items() if key not in coded}
         blobs += [array.data for array in exact.values()]
         arrays = [[key, a.dtype, list(a.shape), a.stype, len(a.data)] for key, a in exact.items()]
-        if not coded:
+        if codec is None or not coded:
             return [name, "arrays", arrays]
         blobs.append(body)
-        return [name, "changes", {"arrays": arrays, "length": len(body)}]
+        items: Json = {"arrays": arrays, "length": len(body)}
+        if codec.kind == "model":  # both ends have the arrays of a reply's message
+            items["all"] = [[key, a.dtype, list(a.shape)] for key, a in record.items()]
+        return [name, codec.kind, items]
     kind = "metrics" if isinstance(record, MetricRecord) else "config"
     return [name, kind, {key: _encode_value(value) for key, value in record.items()}]
 
 
-def _decode_record(value: list[Any], blobs: _Blobs, codec: ChangeCodec | None) -> tuple[str, Record]:
+def _decode_record(
+    value: list[Any], blobs: _Blobs, codec: ChangeCodec | None, *, is_from_server: bool
+) -> tuple[str, Record]:
     name, kind, items = value
     if kind == "arrays":
         return name, ArrayRecord(_decode_arrays(items, blobs))
     if kind == "changes" and codec is not None:
         arrays = _decode_arrays(items["arrays"], blobs)
         return name, codec.decode(name, arrays, blobs.read(items["length"]))
+    if kind == "model" and is_from_server:
+        from edgefl.flower.app_codec import decode_model  # noqa: PLC0415 only where messages are in a codec
+
+        arrays = _decode_arrays(items["arrays"], blobs)
+        return name, decode_model(items["all"], arrays, blobs.read(items["length"]))
     values = {key: _decode_value(one) for key, one in items.items()}
     if kind not in {"metrics", "config"}:
         raise ValueError(f"a record of kind {kind!r:.40}")

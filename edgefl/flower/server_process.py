@@ -25,9 +25,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Json
-from edgefl.flower.app_codec import ChangeCodec, check_codec
+from edgefl.flower.app_codec import ChangeCodec, ModelCodec, check_codec
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, ROUND_KEY, SERVER_NODE_ID, load_component
-from edgefl.flower.app_messages import TRAIN, decode_message, encode_message
+from edgefl.flower.app_messages import EVALUATE, TRAIN, decode_message, encode_message
 from edgefl.flower.internals import ensure_identity, make_message
 from edgefl.flower.strategy import seed_global_generators
 from edgefl.system.process_messages import read_message, write_message
@@ -45,12 +45,14 @@ class ProcessGrid(Grid):
         sink: for requests.
         run_id: Flower's number of the run.
         codec: in which boards may send what they changed of the arrays in a message; empty for none.
+        down: codec of the arrays in messages that train or evaluate; empty for none.
     """
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int, *, codec: str = "") -> None:
+    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int, *, codec: str = "", down: str = "") -> None:
         self._source, self._sink, self._run_id = source, sink, run_id
         self._sent: dict[str, Metadata] = {}
         self._codec, self._codecs, self._is_checked = codec, dict[str, ChangeCodec](), False
+        self._down = ModelCodec(down) if down else None
         self._number = self._earlier_rounds = 0
         self._lock = threading.Lock()
 
@@ -92,6 +94,7 @@ class ProcessGrid(Grid):
         has_changes = bool(self._codec) and metadata.message_type.startswith(TRAIN)
         if has_changes and not self._is_checked:
             self._is_checked = check_codec(self._codec, message.content)
+        down = self._down if metadata.message_type.startswith((TRAIN, EVALUATE)) else None
         with self._lock:
             request = {
                 "do": "push",
@@ -99,13 +102,14 @@ class ProcessGrid(Grid):
                 "type": metadata.message_type.partition(".")[0],
                 "round": self._number_round(message),
             }
-            message_id = str(self._ask(request, encode_message(header, message.content))["message"])
+            message_id = str(self._ask(request, encode_message(header, message.content, down))["message"])
+            if has_changes:  # of what the board has
+                content = message.content if down is None else down.round(message.content)
+                self._codecs[message_id] = ChangeCodec(content)
         for one, sent in [*self._sent.items()]:
             if sent.created_at + sent.ttl < metadata.created_at:  # a codec holds the whole model
                 self._codecs.pop(one, None)
         self._sent[message_id] = metadata
-        if has_changes:
-            self._codecs[message_id] = ChangeCodec(message.content)
         return message_id
 
     def _number_round(self, message: Message) -> int | None:
@@ -214,7 +218,7 @@ def main() -> None:
     atexit.register(_send_end, sink, end)
     try:
         setup = message[0]
-        grid = ProcessGrid(source, sink, int(setup["run_id"]), codec=str(setup["codec"]))
+        grid = ProcessGrid(source, sink, int(setup["run_id"]), codec=str(setup["codec"]), down=str(setup["down"]))
         run_app(setup, grid)
         end["do"] = "end"
     except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything

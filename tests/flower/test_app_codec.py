@@ -6,10 +6,10 @@ import struct
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from edgefl.core.errors import ConfigError, DataError
-from edgefl.flower.app_codec import ChangeCodec
+from edgefl.flower.app_codec import ChangeCodec, ModelCodec
 from edgefl.flower.app_messages import decode_message, encode_message, read_metrics
 from edgefl.flower.internals import ensure_identity
 from edgefl.flower.server_process import ProcessGrid
@@ -95,6 +95,63 @@ def test_what_is_no_change_of_the_message_or_beyond_the_codec_travels_as_it_is()
     for name in ("w", "half"):
         np.testing.assert_array_equal(back["arrays"][name].numpy(), shaped[name])
     assert np.any(back["arrays"]["wide"].numpy() != shaped["wide"])
+
+
+@pytest.mark.parametrize("line", ["int8", "fp16", "bf16|zstd"])
+def test_a_message_to_boards_is_rounded_and_both_ends_know_to_what(line):
+    message, codec = make_message(), ModelCodec(line)
+    message["config"] = ConfigRecord({"lr": 0.1})
+    body = encode_message({"type": "train"}, message, codec)
+    back, rounded = decode_message(body, is_from_server=True)[1], codec.round(message)
+    assert len(body) < 0.55 * len(encode_message({}, message))
+    assert list(back["arrays"]) == list(SENT)
+    assert back["config"] == message["config"]
+    for name, array in back["arrays"].items():
+        found = array.numpy()
+        assert (found.dtype, found.shape) == (SENT[name].dtype, SENT[name].shape)
+        assert (array.dtype, array.data) == (rounded["arrays"][name].dtype, rounded["arrays"][name].data)
+        atol = {"int8": 0.02, "fp16": 0.002, "bf16|zstd": 0.02}[line] if found.dtype.kind == "f" else 0
+        np.testing.assert_allclose(found, SENT[name], rtol=0, atol=atol)
+    assert np.any(back["arrays"]["w"].numpy() != SENT["w"])
+    assert codec.round(message)["arrays"] is rounded["arrays"], "the same arrays go to every board"
+    other = make_message(SENT | {"w": SENT["w"] + 1})
+    np.testing.assert_allclose(codec.round(other)["arrays"]["w"].numpy(), SENT["w"] + 1, atol=0.03)
+
+
+def test_a_message_that_is_not_finite_or_packs_too_well_travels_as_it_is():
+    for arrays, line in (
+        (SENT | {"w": np.full_like(SENT["w"], np.nan)}, "fp16"),
+        ({"w": np.zeros((1000, 1000), np.float32)}, "fp16|zstd"),
+        ({"n": np.arange(5)}, "fp16"),
+    ):
+        message = make_message(arrays)
+        assert encode_message({}, message, ModelCodec(line)) == encode_message({}, message)
+
+
+def set_array(index, value):
+    return lambda records: records[0][2]["all"][0].__setitem__(index, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_array(2, [2**40]), "in a body of"),
+        (set_array(2, [-40, -25]), "and shape"),
+        (set_array(2, [40, 24]), "a model: "),
+        (set_array(2, "ab"), "and shape"),
+        (set_array(1, "int8"), "a model's array"),
+        (set_array(1, "object"), "a model's array"),
+        (set_array(1, "nothing"), "makes no sense"),
+        (set_array(0, "n"), "a model"),
+        (lambda records: records[0][2].pop("all"), "makes no sense"),
+    ],
+)
+def test_a_body_of_another_model_than_it_says_is_refused(change, words):
+    body = encode_message({}, make_message(), ModelCodec("int8"))
+    with pytest.raises(DataError, match=words):
+        decode_message(edit(body, change), is_from_server=True)
+    with pytest.raises(DataError, match="of kind 'model'"):
+        decode_message(body, ChangeCodec(make_message()))
 
 
 def test_what_a_codec_with_ef_leaves_out_is_in_later_replies_and_stays_while_a_record_travels_as_it_is():

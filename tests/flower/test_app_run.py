@@ -69,9 +69,9 @@ class Fleet:
         self.state = self.strategy.init({})
         self.left, self.server_s = [], 0.0
 
-    def build(self, job, *, codec="dense", **options):
+    def build(self, job, *, codec="dense", down="dense", **options):
         tables = {"job": {"name": "flower-mean-app", **options}, "devices": {"min": 2}}
-        config = parse_run({**tables, "compression": {"up": codec}})
+        config = parse_run({**tables, "compression": {"up": codec, "down": down}})
         return assembly._make_app_strategy(config, "run-1", job, self.root / "coordinator" / "bases")
 
     def turn(self, seconds=0.0):
@@ -235,6 +235,19 @@ def test_a_codec_makes_replies_small_and_the_model_is_within_its_bound(
         np.testing.assert_allclose(model, find_model(fleet, expected, 200), atol=1e-5)
 
 
+@pytest.mark.parametrize("codec", ["dense", "int8"])
+def test_messages_that_train_or_evaluate_are_small_and_boards_start_from_the_rounded_model(make_fleet, codec):
+    fleet, sizes = make_fleet(run_config="model.size=2000", codec=codec, down="fp16"), []
+    answer = fleet.answer
+    fleet.answer = lambda name, part, body: sizes.append(len(body)) or answer(name, part, body)
+    model = load_model(io.BytesIO(fleet.run()["final_model.npz"]))
+    assert len(sizes) == 18
+    assert max(sizes) < 0.3 * 8 * 2000
+    plain = make_fleet(run_config="model.size=2000")
+    exact = load_model(io.BytesIO(plain.run()["final_model.npz"]))
+    assert 0 < np.abs(model - exact).max() < (0.003 if codec == "dense" else 0.1)
+
+
 def test_a_run_with_a_codec_goes_on_with_the_same_messages_and_replies(make_fleet):
     fleet = make_fleet(codec="qsgd:4")
     fleet.turn()
@@ -290,7 +303,13 @@ def test_what_ef_leaves_out_stays_on_the_board_over_a_restart_and_the_app_does_n
         ("flower-mean-app", {"up": "auto"}, "compression.up must be one codec for a Flower app"),
         ("flower-mean-app", {"up": "int7"}, "compression.up: "),
         ("flower-mean-app", {"up": "powersgd:2"}, "compression.up: "),
-        ("flower-mean-app", {"down": "fp16"}, "compression.down must be 'dense' for a Flower app"),
+        (
+            "flower-mean-app",
+            {"down": "delta|fp16"},
+            "compression.down must be a codec of whole models for a Flower app",
+        ),
+        ("flower-mean-app", {"down": "auto"}, "compression.down must be a codec of whole models for a Flower app"),
+        ("flower-mean-app", {"down": "topk:0.1"}, "compression.down: "),
         ("flower-mean-app", {"residuals": "durable"}, "compression.residuals means nothing for a Flower app"),
         ("texts:Words", {"up": "int8"}, "compression means nothing beside job"),
     ],

@@ -338,7 +338,7 @@ def read_part(body: bytes) -> tuple[Json, Any]:
         DataError: it is no such part.
     """
     _, message = split_envelope(body)
-    header, content = decode_message(message)
+    header, content = decode_message(message, is_from_server=True)
     if content is None or not {"type", "group"} <= header.keys():
         raise DataError("a Flower message without content, type or group")
     return header, content

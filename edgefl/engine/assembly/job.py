@@ -12,6 +12,7 @@ import numpy as np
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.codec_selection import parse_auto_candidates
+from edgefl.compression.delta import parse_downlink_codec
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import CompressionSection, RunConfig
 from edgefl.core.errors import CodecError, ConfigError
@@ -156,6 +157,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
         "seed": config.run.seed,
         "seeded": ["torch"] if app.needs_torch else [],
         "codec": codec,
+        "down": "" if (down := config.compression.down) == "dense" else down,
     }
     link = ServerLink(
         setup,
@@ -182,11 +184,12 @@ def _make_codec_line(config: RunConfig) -> str:
         ConfigError, CodecError: a setting does not go with an app.
     """
     section, faults = config.compression, Faults()
-    if section.down != "dense":
-        faults.messages.append(
-            "compression.down must be 'dense' for a Flower app, whose messages travel as it sends them, "
-            f"got {section.down!r}"
-        )
+    with name_codec_errors("compression.down"):
+        if parse_auto_candidates(section.down) is not None or parse_downlink_codec(section.down)[0]:
+            faults.messages.append(
+                "compression.down must be a codec of whole models for a Flower app, without auto and delta, "
+                f"got {section.down!r}"
+            )
     if section.metered is not None:
         faults.messages.append(
             "compression.metered must be left out for a Flower app, all of whose boards send by one codec, "

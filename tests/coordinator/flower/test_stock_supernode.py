@@ -40,6 +40,7 @@ from edgefl.core.fleet_messages import REQUESTS
 from edgefl.core.protocol import JOB_LIMITS, KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
 from edgefl.flower.app_bundle import make_bundle, open_app
 from edgefl.flower.app_folder import read_app
+from edgefl.flower.app_codec import ModelCodec
 from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message
 from edgefl.system.https_client import create_pinned_context
 
@@ -149,6 +150,18 @@ def site(tmp_path):
     site = Site(tmp_path / "coordinator", read_app(write_app(tmp_path / "app"), is_packed=True))
     yield site
     site.close()
+
+
+def test_a_message_in_a_codec_for_boards_goes_out_with_whole_rounded_arrays(site):
+    content = RecordDict({"arrays": ArrayRecord([np.linspace(0, 1, 500, dtype=np.float32)])})
+    message = encode_message({"type": "train", "group": "3"}, content, ModelCodec("fp16"))
+    assert b'"model"' in message
+    body = prepare_body(encode_envelope({"node_id": 1}) + message)
+    site.run.send(site.node_id, kind="train", header=HEADER, body=body)
+    with site.connected() as node:
+        (found,) = node.take().content["arrays"].to_numpy_ndarrays()
+    np.testing.assert_array_equal(found, np.linspace(0, 1, 500, dtype=np.float32).astype(np.float16))
+    assert found.dtype == np.float32
 
 
 def test_a_message_goes_out_as_flower_s_and_its_reply_comes_back_as_a_board_s(site):
