@@ -167,6 +167,8 @@ def test_what_a_codec_with_ef_leaves_out_is_in_later_replies_and_stays_while_a_r
         encode_message({}, broken, ChangeCodec(message, "ef|topk:0.1", number, residuals=residuals))
         assert {name: dict(record) for name, record in residuals.items()} == kept
         total += decode_message(body, ChangeCodec(message))[1]["arrays"]["w"].numpy() - SENT["w"]
+    large, untouched = ChangeCodec(make_message(), "ef|topk:1.0", 1, residuals=(none := {})), make_record(train())
+    assert (large.encode("arrays", untouched), none) == (None, {}), "a body that is no smaller is not sent"
     left = residuals["arrays"]["residual/w"].numpy()
     np.testing.assert_allclose(total + left, 30 * change, atol=1e-4)
     assert np.count_nonzero(total) > 700, "entries that one reply never has room for get there"
@@ -257,6 +259,23 @@ def test_changes_are_taken_of_replies_that_train_in_a_run_with_a_codec_alone(has
     else:
         assert (reply.error.code, reply.error.reason[:27]) == (8, "the reply makes no sense: a")
     assert not grid._codecs
+
+
+def test_a_change_is_that_of_the_rounded_arrays_which_its_board_was_sent():
+    ensure_identity()
+    seen = decode_message(encode_message({}, make_message(), ModelCodec("int8")), is_from_server=True)[1]
+    after = {name: array.numpy() for name, array in seen["arrays"].items()}
+    after |= {"w": after["w"] + 0.01 * RNG.standard_normal((40, 25)).astype(np.float32)}
+    body = encode_message({}, RecordDict({"arrays": make_record(after)}), ChangeCodec(seen, "fp16", 1))
+    assert b'"changes"' in body
+    answers = io.BytesIO()
+    for message in (({"message": "0"},), ({"count": 1},), ({"message": "0"}, body)):
+        write_message(answers, *message)
+    answers.seek(0)
+    grid = ProcessGrid(answers, io.BytesIO(), 1, codec="fp16", down="int8")
+    (reply,) = grid.send_and_receive([Message(make_message(), 2, "train")])
+    np.testing.assert_allclose(reply.content["arrays"]["w"].numpy(), after["w"], atol=1e-4)
+    assert np.abs(after["w"] - SENT["w"]).max() > 1e-3
 
 
 def test_models_of_messages_whose_replies_never_come_are_not_kept():

@@ -39,8 +39,8 @@ from edgefl.core.errors import NetworkError
 from edgefl.core.fleet_messages import REQUESTS
 from edgefl.core.protocol import JOB_LIMITS, KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
 from edgefl.flower.app_bundle import make_bundle, open_app
-from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_codec import ModelCodec
+from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message
 from edgefl.system.https_client import create_pinned_context
 
