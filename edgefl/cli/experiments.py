@@ -410,7 +410,7 @@ def demo(  # noqa: PLR0913 one per option
     scheme = scheme or default_scheme(task)
     # Errors come before an earlier demo is replaced.
     plan_shards(task, scheme, devices, data, seed, options=options, test=test)
-    _clear_folder(out)
+    clear_folder(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
     specs, test_shards = partition_devices(
         task, scheme, devices, out / "shards", data, seed, options=options, test=test
@@ -474,7 +474,7 @@ def _read_task(run_file: Path | None, task: str | None) -> tuple[str, Mapping[st
     return config.run.task, config.task
 
 
-def _clear_folder(out: Path) -> None:
+def clear_folder(out: Path) -> None:
     """Makes the folder anew; files not made by a demo are not touched."""
     marker = out / ".edgefl-demo"
     try:

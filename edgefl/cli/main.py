@@ -160,6 +160,7 @@ EXAMPLES = {
     "field-report": "field-report --out report.zip",
     "flower add-node": "flower add-node server-room node.pub --app quickstart-numpy",
     "flower check": "flower check quickstart-numpy",
+    "flower demo": "flower demo quickstart-numpy --devices 3",
     "flower pack": "flower pack quickstart-numpy",
     "fleet list": "fleet list",
     "fleet remove": "fleet remove old-lab",

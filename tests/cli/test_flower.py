@@ -1,12 +1,16 @@
 """`edgefl flower`."""
 
+import re
+import subprocess
 import sys
 import zipfile
 
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from flower_apps import PROJECT, build_bundle, write_app
 
+from edgefl.cli.flower import _list_board_files
 from edgefl.tasks.registry import find_task_factory
 
 
@@ -106,3 +110,37 @@ def test_a_run_of_an_app_that_does_not_have_such_a_value_is_refused_before_it_is
         3,
         "the app mean-app has no 'rounds'; it has model.size",
     )
+
+
+def test_a_demo_says_what_is_missing_before_it_starts_anything(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    app, data = write_app(tmp_path / "app"), tmp_path / "data"
+    data.mkdir()
+    for name in ("b", ".hidden", "a"):
+        (data / name).mkdir()
+    for words, code, told in (
+        (["--data", data], 4, "must have an entry for each of 3 boards, got 2"),
+        (["--data", tmp_path / "none"], 4, "none cannot be read: No such file"),
+        (["--run-config", "nothing=1"], 3, "has no 'nothing'"),
+        (["--out", data], 2, "is not of an earlier demo"),
+    ):
+        refused = run("flower", "demo", app, *words)
+        assert (refused.code, refused.is_one_line) == (code, True), refused.err
+        assert told in refused.err
+    assert not (tmp_path / "flower-demo").exists()
+    assert [path.name for path in _list_board_files(data, 2)] == ["a", "b"]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_a_demo_runs_an_app_in_one_command(tmp_path):
+    app = write_app(tmp_path / "app")
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+    words = [sys.executable, "-m", "edgefl.cli.main", "flower", "demo", str(app), "--devices", "2"]
+    words += ["--data", str(tmp_path / "data"), "--run-config", "num-server-rounds=2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^ +2 +4 ", done.stdout, re.MULTILINE), done.stdout
+    with zipfile.ZipFile(tmp_path / "flower-demo" / "result.zip") as result:
+        assert {"server-app.log", "final_model.npz"} <= {*result.namelist()}
