@@ -20,7 +20,7 @@ from edgefl.cli.experiments import (
 )
 from edgefl.cli.output import format_option, format_value, print_rows, select_known_columns
 from edgefl.cli.sources import allow_module_option
-from edgefl.core.errors import RunFailedError
+from edgefl.core.errors import RunFailedError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SEEDS = 1000
-COUNT_COLUMNS = ("runs", "failed", "no_value")
-"""The last one where there are such runs."""
+MAX_TRIALS = 10_000
+COUNT_COLUMNS = ("runs", "failed", "stopped", "no_value")
+"""The last two where there are such runs."""
 
 
 @click.command("sweep")
@@ -41,7 +42,7 @@ COUNT_COLUMNS = ("runs", "failed", "no_value")
     multiple=True,
     metavar="SETTING=VALUE,VALUE",
     help="Values of a setting of the run file, such as strategy.learning_rate=0.01,0.1; may be repeated, and every "
-    "combination is run.",
+    "combination is run. With --search a range too, such as 0.01..0.5 or 0.01..0.5:log.",
 )
 @click.option(
     "--seeds",
@@ -59,6 +60,24 @@ COUNT_COLUMNS = ("runs", "failed", "no_value")
     show_default=True,
     help="How many run side by side, each in a process of its own.",
 )
+@click.option(
+    "--search",
+    "searcher",
+    type=click.Choice(["random", "optuna"]),
+    help="Propose --trials combinations in place of all: at random, or by Optuna from what the earlier ones came to.",
+)
+@click.option(
+    "--trials",
+    "num_trials",
+    type=click.IntRange(1, MAX_TRIALS),
+    help="Combinations that --search proposes. [default: 20]",
+)
+@click.option(
+    "--early-stop",
+    metavar="asha[:ETA[:FIRST]]",
+    help="End runs that are behind: after FIRST rounds [1], and each ETA [3] times further, the best 1/ETA of the "
+    "runs with one seed that came so far go on.",
+)
 @click.option("--retry-failed", is_flag=True, help="Run those once more that failed before.")
 @fleet_options
 @allow_module_option
@@ -69,6 +88,9 @@ def command(  # noqa: PLR0913 one per option
     settings: tuple[str, ...],
     num_seeds: int,
     num_jobs: int,
+    searcher: str | None,
+    num_trials: int | None,
+    early_stop: str | None,
     retry_failed: bool,
     shards: tuple[Path, ...],
     root: Path | None,
@@ -77,25 +99,47 @@ def command(  # noqa: PLR0913 one per option
     fmt: str,
     **fleet: Any,
 ) -> None:
-    """Simulate FILE.toml with every combination of settings and seeds, and compare the results.
+    """Simulate FILE.toml with every combination of settings and seeds, or search for the best, and compare them.
 
     Stopped and started again with the same words, it goes on: what the history has to its end is not run again.
     """
     use_one_thread()
+    from edgefl.simulation.search.early_stopping import parse_early_stop  # noqa: PLC0415 likewise
+    from edgefl.simulation.search.trials import Search, run_search  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import default_root  # noqa: PLC0415 fast start
-    from edgefl.simulation.sweep import parse_values, plan_sweep, run_sweep  # noqa: PLC0415 likewise
+    from edgefl.simulation.sweep import (  # noqa: PLC0415 likewise
+        SweepPlan,
+        list_combinations,
+        parse_values,
+        run_sweep,
+    )
+
+    if num_trials is not None and searcher is None:
+        raise UsageError("--trials needs --search random or --search optuna")
+    rungs = None if early_stop is None else parse_early_stop(early_stop)
 
     places = {name: fleet.pop(name) for name in PLACE_OPTIONS}
     is_cut = any(fleet[name] is not None for name in ("devices", "data", "scheme"))
     trains = not fleet["bookkeeping_only"]
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=False, trains=trains)
-    runs = plan_sweep(
+    if rungs is not None and not trains:
+        raise UsageError("--early-stop compares the quality of models, of which --bookkeeping-only trains none")
+    values = parse_values(settings, allow_ranges=searcher is not None)
+    choices = {setting: domain for setting, domain in values.items() if isinstance(domain, tuple)}
+    combinations = [] if searcher else list_combinations(choices, num_seeds)
+    plan = SweepPlan(
         file,
-        parse_values(settings),
         num_seeds,
         apply_options=lambda config: apply_options(config, test, None, faults, **places),
         **{**fleet, "devices": list_shards(shards) or fleet["devices"]},
     )
+    search = None if searcher is None else Search(space=values, searcher=searcher, num_trials=num_trials or 20)
+    if search is None:
+        plan.check(combinations)
+    else:
+        search.check(plan)
+    runs = [run for combination in combinations for run in plan.make_runs(combination)]
+    num_runs = len(runs) if search is None else search.num_trials * num_seeds
     folder = (root or default_root()).expanduser().resolve()
     num_ended = 0
 
@@ -103,16 +147,22 @@ def command(  # noqa: PLR0913 one per option
         nonlocal num_ended
         num_ended += 1
         log.log(
-            logging.INFO if outcome.is_finished else logging.WARNING,
-            "%d of %d: %s %s: %s", num_ended, len(runs), outcome.run.config.run.name,
-            "finished" if outcome.is_finished else "failed", outcome.reason,
+            logging.INFO if outcome.is_finished or outcome.is_stopped else logging.WARNING,
+            "%d of %d: %s %s: %s", num_ended, num_runs, outcome.run.config.run.name,
+            "finished" if outcome.is_finished else "stopped" if outcome.is_stopped else "failed", outcome.reason,
         )  # fmt: skip
 
     try:
         with silence_recorder():
-            outcomes = run_sweep(runs, folder, num_jobs=num_jobs, retry_failed=retry_failed, on_end=log_end)
+            options: Json = {
+                "num_jobs": num_jobs, "retry_failed": retry_failed, "on_end": log_end, "early_stop": rungs,
+            }  # fmt: skip
+            if search is None:
+                outcomes = run_sweep(runs, folder, **options)
+            else:
+                outcomes = run_search(plan, search, folder, **options)
     except KeyboardInterrupt:
-        click.echo(f"stopped after {num_ended} of {len(runs)} runs; the same command goes on there", err=True)
+        click.echo(f"stopped after {num_ended} of {num_runs} runs; the same command goes on there", err=True)
         raise
     _print_results(outcomes, folder, fmt)
 
@@ -132,8 +182,8 @@ def _print_results(outcomes: Sequence[SweepOutcome], folder: Path, fmt: str) -> 
     rows = [_make_row(row, metric, names, fmt) for row in summarise(outcomes, metric)]
     columns = dict.fromkeys((*names.values(), *others))
     title = f"{len(outcomes)} runs, by {metric.name}, {'highest' if metric.is_max else 'lowest'} first"
-    print_rows(rows, select_known_columns(rows, [*columns], {"no_value"}), fmt, title=title, kind="sweep")
-    if all(not outcome.is_finished for outcome in outcomes):
+    print_rows(rows, select_known_columns(rows, [*columns], {"no_value", "stopped"}), fmt, title=title, kind="sweep")
+    if all(not (outcome.is_finished or outcome.is_stopped) for outcome in outcomes):
         raise RunFailedError(f"all {len(outcomes)} runs failed; the last: {outcomes[-1].reason}")
     if fmt == "table":
         click.echo(f"database: {folder / 'edgefl.db'}")
@@ -154,5 +204,6 @@ def _make_row(row: Json, metric: SweepMetric, names: dict[str, str], fmt: str) -
         quality: Json = {metric.name: text if spread is None else f"{text} ± {format_value(metric.name, spread)}"}
     else:
         quality = {metric.name: mean, f"{metric.name}_spread": spread}
-    counts = {"runs": row["num_runs"], "failed": row["num_failed"], "no_value": row["num_unknown"] or None}
+    counts = {"runs": row["num_runs"], "failed": row["num_failed"], "stopped": row["num_stopped"] or None}
+    counts["no_value"] = row["num_unknown"] or None
     return {**values, **sums, **counts, **quality}

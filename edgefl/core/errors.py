@@ -228,7 +228,7 @@ EXTRAS = {
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
     "PIL": "pictures", "cv2": "camera", "gpiod": "gpio", "mlflow": "track", "pyarrow": "parquet",
     "tensorboard": "track", "torch": "train", "apprise": "alerts", "pandas": "tables", "polars": "tables",
-    "torchvision": "torchvision", "timm": "timm", "ray": "ray",
+    "torchvision": "torchvision", "timm": "timm", "ray": "ray", "optuna": "optuna",
     "botocore": "s3", "fsspec": "s3", "opentelemetry": "track", "s3fs": "s3", "dp_accounting": "privacy",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""

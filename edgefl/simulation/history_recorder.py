@@ -16,9 +16,11 @@ from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.config import INDIFFERENT_SETTINGS, RunConfig
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import DeviceInfo, Json, Tensors
+from edgefl.engine.evaluations import DeviceAccuracy, VersionAccuracy
 from edgefl.engine.progress import RoundCounter
-from edgefl.engine.round_loop import RunLog
+from edgefl.engine.round_loop import OnScore, RunLog
 from edgefl.storage.checkpoints import save_model
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunStatus, SavedModelRow, SimulatedDeviceRow
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import RunParticipationPolicy
@@ -30,6 +32,12 @@ FLUSH_EVERY_TURNS = 500
 """Turns of the loop between writes of rows; the last write is at the end."""
 
 OnChange = Callable[[Json], None]
+EarlyStop = Callable[[int, Callable[[], Sequence[Mapping[str, Any]]]], str]
+"""(round that was evaluated, reads the rows of the rounds so far) -> why the run ends there, or an empty text."""
+
+
+class StoppedEarlyError(Exception):
+    """The run ends in the middle of a round; its text is the reason."""
 
 
 class SimulationHistory:
@@ -114,6 +122,24 @@ class SimulationHistory:
         self._log = RunLog(None, [recorder])
         return self._log
 
+    def watch_scores(self, log: RunLog, rounds: RoundCounter, early_stop: EarlyStop | None) -> OnScore:
+        """Returns what records accuracies, and raises `StoppedEarlyError` where the run is to end after one."""
+        if early_stop is None:
+            return log.record_score
+
+        def read_rounds() -> list[dict[str, Any]]:
+            self._history.flush()
+            return read_history(self._store, "rounds", run=self.run_id)
+
+        def record(score: VersionAccuracy | DeviceAccuracy) -> None:
+            log.record_score(score)
+            if isinstance(score, VersionAccuracy) and (
+                reason := early_stop(rounds.get_round(score.version), read_rounds)
+            ):
+                raise StoppedEarlyError(reason)
+
+        return record
+
     def record_event(self, kind: str, device_id: str, message: str) -> None:
         """Adds an event of a device to the history."""
         self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._now()))
@@ -136,6 +162,11 @@ class SimulationHistory:
             )
             self._store.record_saved_model(self.run_id, row)
         self._record_end(RunStatus.FINISHED, reason)
+
+    def stop(self, reason: str) -> None:
+        """Writes the rows so far of a run that is stopped early; it has no model."""
+        self._history.finish()
+        self._record_end(RunStatus.STOPPED, reason)
 
     def fail(self, error: BaseException) -> None:
         """Writes the rows so far, and the reason of the failure."""

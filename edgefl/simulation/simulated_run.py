@@ -61,7 +61,7 @@ from edgefl.simulation.conditions import ConditionSettings
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults
 from edgefl.simulation.fleet import SimulatedFleet, SimulationSettings
-from edgefl.simulation.history_recorder import OnChange, SimulationHistory
+from edgefl.simulation.history_recorder import EarlyStop, OnChange, SimulationHistory, StoppedEarlyError
 from edgefl.simulation.local_fleet import count_devices, default_scheme
 from edgefl.simulation.network import SimulatedDownlink
 from edgefl.simulation.profiles import (
@@ -116,6 +116,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     on_change: OnChange | None = None,
     allow_modules: Sequence[str] = (),
     run_id: str | None = None,
+    early_stop: EarlyStop | None = None,
 ) -> RunResult:
     """Trains on a simulated fleet and returns the history; arguments override the run file's `[simulation]`.
 
@@ -131,6 +132,8 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         allow_modules: modules whose classes the run file may name, as `--allow-module`.
         run_id: of the run in the history, with a number appended where it is taken; None for one that follows from
             the settings and the devices.
+        early_stop: called with each round that is evaluated, and with what returns the rows of the rounds so far as
+            in `edgefl history rounds`; a text that is not empty ends the run at once, as stopped, for that reason.
 
     Raises:
         EdgeflError: the run file is invalid, data is missing, or the run failed.
@@ -148,10 +151,12 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         fleet_data = None if bookkeeping_only else load_fleet_data(run_config, devices)
         if fleet_data is not None and should_find_scales(run_config):
             run_config = _find_scales(run_config, fleet_data, folder, run_id)
-        return simulate_with_data(run_config, fleet_data, folder, on_change=on_change, run_id=run_id)
+        return simulate_with_data(
+            run_config, fleet_data, folder, on_change=on_change, run_id=run_id, early_stop=early_stop
+        )
 
 
-def simulate_with_data(
+def simulate_with_data(  # noqa: PLR0913 the last four by name
     config: RunConfig,
     data: FleetData | None,
     folder: Path,
@@ -159,6 +164,7 @@ def simulate_with_data(
     on_change: OnChange | None = None,
     run_id: str | None = None,
     make_trainer: TrainerFactory = SimulatedTrainer,
+    early_stop: EarlyStop | None = None,
 ) -> RunResult:
     """Trains on a simulated fleet whose data is in memory.
 
@@ -169,6 +175,7 @@ def simulate_with_data(
         on_change: as in `simulate`.
         run_id: as in `simulate`.
         make_trainer: of what trains the devices, in this process unless it is the usual one.
+        early_stop: as in `simulate`.
 
     Raises:
         EdgeflError: the run file is invalid, or the run failed.
@@ -176,7 +183,8 @@ def simulate_with_data(
     with closing(_Simulation(config, data, make_trainer)) as simulation:
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
-            return _build_result(store, simulation.run(store, folder, on_change, run_id), folder)
+            started_id = simulation.run(store, folder, on_change, run_id, early_stop)
+            return _build_result(store, started_id, folder)
 
 
 def prepare_simulation(
@@ -410,7 +418,14 @@ class _Simulation:
                 config, data, names, self._components, time.perf_counter, make_trainer=make_trainer
             )
 
-    def run(self, store: Store, folder: Path, on_change: OnChange | None, run_id: str | None) -> str:
+    def run(
+        self,
+        store: Store,
+        folder: Path,
+        on_change: OnChange | None,
+        run_id: str | None,
+        early_stop: EarlyStop | None = None,
+    ) -> str:
         """Runs to the end; returns the run id, which begins with `run_id` if there is one."""
         assembled = self._components
         limits = ClaimLimits(
@@ -447,13 +462,16 @@ class _Simulation:
                 evaluate=EvaluationSchedule(evaluate_on="none") if self._data is None else assembled.evaluate,
                 rounds=assembled.rounds,
                 policy=policy,
-                on_score=run_log.record_score,
+                on_score=history.watch_scores(run_log, assembled.rounds, early_stop),
                 on_clipped=run_log.record_clipped,
                 divergence=assembled.divergence,
                 on_divergence=run_log.record_divergence,
             )
             if isinstance(strategy, ValidatedStrategy):
                 strategy.check_final_state(state)
+        except StoppedEarlyError as stop:
+            history.stop(str(stop))
+            return history.run_id
         except BaseException as error:  # an interrupt too: the history says how the run ended
             history.fail(error)
             raise

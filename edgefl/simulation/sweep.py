@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +40,15 @@ from edgefl.engine.run_summary import compute_run_metrics
 from edgefl.simulation.backends.process_pool import read_message, write_message
 from edgefl.simulation.backends.training_requests import SINGLE_THREAD_ENVIRONMENT
 from edgefl.simulation.history_recorder import make_run_name
+from edgefl.simulation.search.early_stopping import (
+    Asha,
+    AshaSettings,
+    Metrics,
+    RungReporter,
+    find_rung_metrics,
+    parse_early_stop,
+)
+from edgefl.simulation.search.searchers import Choices, Range, parse_range
 from edgefl.simulation.simulated_run import check_simulation, simulate
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunRecord, RunStatus
@@ -83,9 +93,10 @@ class SweepRun:
     bookkeeping_only: bool = False
     goal: MetricGoal | None = None
 
-    def to_request(self, root: Path) -> Json:
+    def to_request(self, root: Path, early_stop: AshaSettings | None = None) -> Json:
         """Returns what `_simulate_one` needs, in this process or another."""
         return {
+            "early_stop": "" if early_stop is None else str(early_stop),
             "run_id": self.run_id,
             "config": self.config.to_json(),
             "shards": list(self.shards),
@@ -97,11 +108,15 @@ class SweepRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOutcome:
-    """How a run ended; its metrics by name, with `rounds`, `bytes_up`, `bytes_down` and virtual `seconds`."""
+    """How a run ended; its metrics by name, with `rounds`, `bytes_up`, `bytes_down` and virtual `seconds`.
+
+    One that was `is_stopped` early has the metrics that it had then.
+    """
 
     run: SweepRun
     is_finished: bool
     reason: str
+    is_stopped: bool = False
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
@@ -114,13 +129,17 @@ class RunTotals:
     rounds: Sequence[Mapping[str, Any]] = ()
 
 
-def parse_values(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def parse_values(texts: Sequence[str], *, allow_ranges: bool = False) -> dict[str, Choices | Range]:
     """Returns the values of each setting in `SETTING=VALUE,VALUE`; a value is TOML's, or else a text.
+
+    Args:
+        texts: of the command line.
+        allow_ranges: for a search; `SETTING=LOW..HIGH` and `LOW..HIGH:log` too.
 
     Raises:
         ConfigError: texts without a value, or settings that come twice or are not to be varied: all of them.
     """
-    faults, found = Faults(), dict[str, tuple[Any, ...]]()
+    faults, found = Faults(), dict[str, Choices | Range]()
     for text in texts:
         setting, separator, values = text.partition("=")
         setting = setting.strip()
@@ -131,7 +150,12 @@ def parse_values(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
                 raise ConfigError(f"{setting} cannot be set: {_RESERVED_SETTINGS[setting]}")
             if setting in found:
                 raise ConfigError(f"{setting} is set twice; give all its values in one --set")
-            found[setting] = _parse_list(setting, values)
+            span = parse_range(setting, values)
+            if span is not None and not allow_ranges:
+                raise ConfigError(
+                    f"--set {setting}={values.strip()} is a range, which needs --search random or optuna"
+                )
+            found[setting] = span or _parse_list(setting, values)
     faults.check()
     return found
 
@@ -173,24 +197,12 @@ def _parse_value(text: str) -> Any:
     return _to_setting(value)
 
 
-def plan_sweep(  # noqa: PLR0913 those of `simulate`
-    file: Path,
-    values: Mapping[str, Sequence[Any]],
-    num_seeds: int,
-    *,
-    apply_options: Callable[[RunConfig], RunConfig] = lambda config: config,
-    devices: int | Sequence[Path] | None = None,
-    profiles: Sequence[str] = (),
-    data: Path | None = None,
-    scheme: str | None = None,
-    bookkeeping_only: bool = False,
-) -> list[SweepRun]:
-    """Returns the runs of each combination of values, by seed.
+class SweepPlan:
+    """Makes the runs of a run file, by the values of the settings that vary.
 
     Args:
         file: the run file; its seed is the first of `num_seeds`.
-        values: by setting.
-        num_seeds: runs of each combination.
+        num_seeds: runs of each combination of values.
         apply_options: applies what the command line says to a run file.
         devices: their number, or existing shards.
         profiles: device profiles.
@@ -199,43 +211,102 @@ def plan_sweep(  # noqa: PLR0913 those of `simulate`
         bookkeeping_only: no training.
 
     Raises:
-        ConfigError: what is wrong with the run file, or else with the settings in any combination: all of it.
+        ConfigError: what is wrong with the run file.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        num_seeds: int,
+        *,
+        apply_options: Callable[[RunConfig], RunConfig] = lambda config: config,
+        devices: int | Sequence[Path] | None = None,
+        bookkeeping_only: bool = False,
+        **fleet: Any,
+    ) -> None:
+        self.num_seeds, self.bookkeeping_only = num_seeds, bookkeeping_only
+        self._file, self._apply_options = file, apply_options
+        self._fleet = {"devices": devices, **fleet}
+        self._shards = (
+            () if devices is None or isinstance(devices, int) else tuple(str(one.absolute()) for one in devices)
+        )
+        self._checked: dict[str, tuple[RunConfig, MetricGoal | None]] = {}
+        self._hash_once = cache(_hash_file)  # a run is what its files were now
+        self._base = self._check({})
+        self._name = make_run_name(self._base[0])
+
+    @property
+    def base(self) -> SweepRun:
+        """The run file's own run."""
+        return self._make_run({}, *self._base, self._base[0].run.seed)
+
+    def check(self, combinations: Iterable[Mapping[str, Any]]) -> None:
+        """Checks combinations of values.
+
+        Raises:
+            ConfigError: what is wrong with the settings in any of them: all of it.
+        """
+        faults = Faults()
+        for combination in combinations:
+            try:
+                self._check(combination)
+            except EdgeflError:
+                found = _find_faults(self._check, combination)
+                faults.messages += [message for message in dict.fromkeys(found) if message not in faults.messages]
+        faults.check()
+
+    def make_runs(self, values: Mapping[str, Any]) -> list[SweepRun]:
+        """Returns the runs of one combination, by seed.
+
+        Raises:
+            ConfigError: something is wrong with its settings.
+        """
+        config, goal = self._check(values)
+        seeds = range(config.run.seed, config.run.seed + self.num_seeds)
+        return [self._make_run(values, config, goal, seed) for seed in seeds]
+
+    def _check(self, overrides: Mapping[str, Any]) -> tuple[RunConfig, MetricGoal | None]:
+        key = json.dumps(dict(overrides))
+        if key not in self._checked:
+            config = self._apply_options(load_run(self._file, overrides))
+            config, criteria = check_simulation(config, **self._fleet)
+            self._checked[key] = config, criteria.until
+        return self._checked[key]
+
+    def _make_run(self, values: Mapping[str, Any], config: RunConfig, goal: MetricGoal | None, seed: int) -> SweepRun:
+        return make_sweep_run(
+            _make_config(config, self._name, values, seed),
+            goal,
+            values=values,
+            shards=self._shards,
+            bookkeeping_only=self.bookkeeping_only,
+            hash_file=self._hash_once,
+        )
+
+
+def list_combinations(values: Mapping[str, Sequence[Any]], num_seeds: int) -> list[dict[str, Any]]:
+    """Returns every combination of the settings' values.
+
+    Raises:
         UsageError: there are more than `MAX_RUNS` runs.
     """
     num_runs = math.prod(map(len, values.values())) * num_seeds
     if num_runs > MAX_RUNS:
         raise UsageError(f"a sweep has at most {MAX_RUNS} runs, got {num_runs}; leave values or seeds out")
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
-    def check(overrides: Mapping[str, Any]) -> tuple[RunConfig, MetricGoal | None]:
-        config, criteria = check_simulation(
-            apply_options(load_run(file, overrides)), devices=devices, profiles=profiles, data=data, scheme=scheme
-        )
-        return config, criteria.until
 
-    name = make_run_name(check({})[0])
-    combinations = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
-    faults, checked = Faults(), list[tuple[RunConfig, MetricGoal | None]]()
-    for combination in combinations:
-        try:
-            checked.append(check(combination))
-        except EdgeflError:
-            found = _find_faults(check, combination)
-            faults.messages += [message for message in dict.fromkeys(found) if message not in faults.messages]
-    faults.check()
-    shards = () if devices is None or isinstance(devices, int) else tuple(str(path.absolute()) for path in devices)
-    hash_once = cache(_hash_file)  # a run is what its files were now
-    return [
-        make_sweep_run(
-            _make_config(config, name, combination, seed),
-            goal,
-            values=combination,
-            shards=shards,
-            bookkeeping_only=bookkeeping_only,
-            hash_file=hash_once,
-        )
-        for combination, (config, goal) in zip(combinations, checked, strict=True)
-        for seed in range(config.run.seed, config.run.seed + num_seeds)
-    ]
+def plan_sweep(file: Path, values: Mapping[str, Sequence[Any]], num_seeds: int, **options: Any) -> list[SweepRun]:
+    """Returns the runs of each combination of values, by seed; the options are those of `SweepPlan`.
+
+    Raises:
+        ConfigError: what is wrong with the run file, or else with the settings in any combination: all of it.
+        UsageError: there are more than `MAX_RUNS` runs.
+    """
+    combinations = list_combinations(values, num_seeds)
+    plan = SweepPlan(file, num_seeds, **options)
+    plan.check(combinations)
+    return [run for combination in combinations for run in plan.make_runs(combination)]
 
 
 def make_sweep_run(
@@ -368,7 +439,7 @@ def _hash_file(path: str) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def run_sweep(  # noqa: PLR0913 the last five by name
+def run_sweep(  # noqa: PLR0913 the last six by name
     runs: Sequence[SweepRun],
     root: Path,
     *,
@@ -377,6 +448,7 @@ def run_sweep(  # noqa: PLR0913 the last five by name
     on_end: Callable[[SweepOutcome], None] = lambda _: None,
     timeout_s: float | None = None,
     workers: SweepWorkers | None = None,
+    early_stop: AshaSettings | None = None,
 ) -> list[SweepOutcome]:
     """Simulates those runs that the store does not have to their end, and returns how all of them ended, in order.
 
@@ -389,43 +461,133 @@ def run_sweep(  # noqa: PLR0913 the last five by name
         timeout_s: seconds after which those that have not ended are stopped, and count as not finished; they run in
             processes of their own then. No limit when None.
         workers: processes that are there already, in place of `num_jobs` that start for this sweep.
+        early_stop: ends runs that are behind.
 
     Raises:
         StoreError: the history cannot be written, or another sweep works in the folder.
     """
+    with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop) as sweep:
+        sweep.recall(runs)
+        if sweep.outcomes:
+            log.info("%d of %d runs are of an earlier start", len(sweep.outcomes), len(runs))
+        pending = [run for run_id, run in sweep.runs.items() if run_id not in sweep.outcomes]
+        sweep.simulate(pending, min(num_jobs, len(pending)), timeout_s, workers)
+        outcomes = sweep.outcomes
+    return [outcomes.get(run.run_id) or SweepOutcome(run=run, is_finished=False, reason=OUT_OF_TIME) for run in runs]
+
+
+@contextlib.contextmanager
+def open_sweep(
+    root: Path,
+    on_end: Callable[[SweepOutcome], None],
+    *,
+    retry_failed: bool,
+    early_stop: AshaSettings | None,
+) -> Iterator[Sweep]:
+    """Yields a sweep that has its folder to itself; runs that have not ended in the block are interrupted."""
     make_private_directory(root)
     error_message = (
         f"another sweep works in {root}: wait for its end, or give this one a folder of its own with --dir"
     )
     with lock_file(root / LOCK_NAME, error_message), Store.open(root / DATABASE_NAME) as store:
-        run_ids = {run.run_id: run for run in runs}
-        _mark_interrupted(store, run_ids, "the sweep was stopped")
-        final = {RunStatus.FINISHED} if retry_failed else {RunStatus.FINISHED, RunStatus.FAILED}
-        outcomes = {
-            run_id: _read_outcome(store, run_ids[run_id], record)
-            for run_id, record in _find_records(store, run_ids).items()
-            if record.status in final
-        }
-        if outcomes:
-            log.info("%d of %d runs are of an earlier start", len(outcomes), len(runs))
-        for outcome in outcomes.values():
-            on_end(outcome)
-        pending = [run for run_id, run in run_ids.items() if run_id not in outcomes]
+        asha = None if early_stop is None else Asha(early_stop)
+        sweep = Sweep(store=store, root=root, on_end=on_end, retry_failed=retry_failed, asha=asha)
         try:
-            num_jobs = min(num_jobs, len(pending))
-            for run, error, status in _simulate_all(pending, root, num_jobs, timeout_s, workers):
-                _mark_interrupted(store, [run.run_id], error, status)
-                record = _find_records(store, [run.run_id]).get(run.run_id)
-                outcome = SweepOutcome(run=run, is_finished=False, reason=error)
-                if record is not None and not error:
-                    outcome = _read_outcome(store, run, record)
-                outcomes[run.run_id] = outcome
-                on_end(outcome)
+            yield sweep
         except BaseException:
-            _mark_interrupted(store, run_ids, "the sweep was stopped")
+            _mark_interrupted(store, sweep.runs, "the sweep was stopped")
             raise
-        _mark_interrupted(store, run_ids, OUT_OF_TIME)
-    return [outcomes.get(run.run_id) or SweepOutcome(run=run, is_finished=False, reason=OUT_OF_TIME) for run in runs]
+        _mark_interrupted(store, sweep.runs, OUT_OF_TIME)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sweep:
+    """A sweep at work: its runs so far, and the outcomes of those that have ended, by id."""
+
+    store: Store
+    root: Path
+    on_end: Callable[[SweepOutcome], None]
+    retry_failed: bool
+    asha: Asha | None
+    runs: dict[str, SweepRun] = field(default_factory=dict)
+    outcomes: dict[str, SweepOutcome] = field(default_factory=dict)
+
+    def recall(self, runs: Sequence[SweepRun]) -> None:
+        """Adds runs, with the outcomes of those that the store has to their end."""
+        added = {run.run_id: run for run in runs}
+        self.runs |= added
+        _mark_interrupted(self.store, added, "the sweep was stopped")
+        records = _find_records(self.store, added)
+        found = {run_id: _read_outcome(self.store, added[run_id], records[run_id]) for run_id in records}
+        found = {run_id: one for run_id, one in found.items() if self._is_final(records[run_id])}
+        for run_id, outcome in found.items():
+            self._restore_rungs(outcome.run, records[run_id])
+            self._record(outcome)
+
+    def _is_final(self, record: RunRecord) -> bool:
+        """Returns whether a run need not be simulated again; one that other settings have stopped early must be."""
+        if record.status == RunStatus.STOPPED:
+            return self.asha is not None and (record.reason or "").startswith(f"{self.asha.reason_prefix} ")
+        return record.status == RunStatus.FINISHED or (record.status == RunStatus.FAILED and not self.retry_failed)
+
+    def simulate(
+        self,
+        runs: Iterable[SweepRun],
+        num_jobs: int,
+        timeout_s: float | None,
+        workers: SweepWorkers | None,
+    ) -> None:
+        """Simulates runs; the next one is asked for when there is room for it."""
+        judge = None if self.asha is None else self._judge
+        early_stop = None if self.asha is None else self.asha.settings
+        job = _Job(root=self.root, early_stop=early_stop, judge=judge)
+        for run, error, status in _simulate_all(runs, job, num_jobs, timeout_s, workers):
+            _mark_interrupted(self.store, [run.run_id], error, status)
+            record = _find_records(self.store, [run.run_id]).get(run.run_id)
+            outcome = SweepOutcome(run=run, is_finished=False, reason=error)
+            if record is not None and not error:
+                outcome = _read_outcome(self.store, run, record)
+            self._record(outcome)
+
+    def _record(self, outcome: SweepOutcome) -> None:
+        self.outcomes[outcome.run.run_id] = outcome
+        self.on_end(outcome)
+
+    def _restore_rungs(self, run: SweepRun, record: RunRecord) -> None:
+        """Adds what a run of an earlier start has reached at its rungs."""
+        if self.asha is None:
+            return
+        rounds = read_history(self.store, "rounds", run=record.run_id)
+        for rung in self.asha.settings.list_rungs(run.config.run.rounds):
+            metrics = find_rung_metrics(rounds, rung)
+            if metrics is None:
+                break
+            if (score := _compute_score(run, metrics)) is not None:
+                self.asha.record(run.run_id, run.seed, rung, score)
+
+    def _judge(self, run: SweepRun, rung: int, metrics: Metrics) -> str:
+        """Returns why a run ends at a rung, or an empty text; called in the threads that wait for workers."""
+        assert self.asha is not None
+        score = _compute_score(run, metrics)
+        if score is None or _is_goal_reached(run, metrics):
+            return ""
+        return self.asha.judge(run.run_id, run.seed, rung, score)
+
+
+def _compute_score(run: SweepRun, metrics: Metrics) -> float | None:
+    """Returns the value by which the run is compared, more is better; None where it is unknown."""
+    metric = _select_metric(run, has_accuracy=metrics.get("accuracy") is not None)
+    value = metrics.get(metric.name)
+    return None if value is None else value if metric.is_max else -value
+
+
+def _is_goal_reached(run: SweepRun, metrics: Metrics) -> bool:
+    """Returns whether the run ends by itself, since its model is as good as the run file asks."""
+    accuracy, limit = metrics.get("accuracy"), run.config.run.accuracy
+    if accuracy is not None and limit is not None and accuracy >= limit:
+        return True
+    value = None if run.goal is None else metrics.get(run.goal.name)
+    return run.goal is not None and value is not None and run.goal.is_met(value)
 
 
 def read_totals(root: Path, outcomes: Sequence[SweepOutcome]) -> list[RunTotals]:
@@ -474,46 +636,70 @@ def _read_outcome(store: Store, run: SweepRun, record: RunRecord) -> SweepOutcom
     return SweepOutcome(
         run=run,
         is_finished=record.status == RunStatus.FINISHED,
+        is_stopped=record.status == RunStatus.STOPPED,
         reason=record.reason or "",
         metrics={**metrics, "rounds": num_rounds},
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What all runs of a sweep have in common: their folder, and who ends them early."""
+
+    root: Path
+    early_stop: AshaSettings | None = None
+    judge: Callable[[SweepRun, int, Metrics], str] | None = None
+
+
 def _simulate_all(
-    runs: Sequence[SweepRun], root: Path, num_jobs: int, timeout_s: float | None, shared: SweepWorkers | None
+    runs: Iterable[SweepRun], job: _Job, num_jobs: int, timeout_s: float | None, shared: SweepWorkers | None
 ) -> Iterator[tuple[SweepRun, str, RunStatus]]:
     """Yields runs as they end, each with its error, empty for one that did not fail, and what that makes of it.
 
-    With a timeout those that have not ended by then are left out.
+    A run is asked for when a process is idle. With a timeout those that have not ended by then are left out.
     """
-    if not runs:
-        return
     if shared is None and num_jobs <= 1 and timeout_s is None:
         for run in runs:
-            yield run, _simulate_one(run.to_request(root)), RunStatus.FAILED
+            report = None if job.judge is None else partial(job.judge, run)
+            yield run, _simulate_one(run.to_request(job.root, job.early_stop), report), RunStatus.FAILED
         return
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         workers = shared or stack.enter_context(SweepWorkers(num_jobs))
         workers.resume()
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
-        futures = [pool.submit(workers.simulate, run, root) for run in runs]
+        source, running = iter(runs), set[Future[tuple[SweepRun, str, RunStatus]]]()
         try:
-            for future in as_completed(futures, timeout=timeout_s):
-                yield future.result()
-        except TimeoutError:
-            log.info("%d of %d runs have ended", sum(future.done() for future in futures), len(runs))
+            while True:
+                for run in itertools.islice(source, len(workers) - len(running)):
+                    running.add(pool.submit(workers.simulate, run, job))
+                if not running:
+                    return
+                remaining_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+                done, running = wait(running, remaining_s, return_when=FIRST_COMPLETED)
+                if not done:
+                    log.info("%d runs have not ended in time", len(running))
+                    return
+                for future in done:
+                    yield future.result()
         finally:
-            for future in futures:
-                future.cancel()
             workers.stop_runs()
 
 
-def _simulate_one(request: Json) -> str:
+def _simulate_one(request: Json, report: Callable[[int, Metrics], str] | None = None) -> str:
     """Simulates a run; returns why it failed, or an empty text.
+
+    Args:
+        request: from `SweepRun.to_request`.
+        report: says at each rung whether the run is to end there.
 
     Raises:
         StoreError: the history cannot be written, so no other run could be.
     """
+    early_stop = None
+    if report is not None and request["early_stop"]:
+        num_rounds = request["config"]["run"].get("rounds")
+        early_stop = RungReporter(parse_early_stop(request["early_stop"]), num_rounds, report)
     try:
         _check_files(request["files"])
         simulate(
@@ -522,6 +708,7 @@ def _simulate_one(request: Json) -> str:
             root=request["root"],
             bookkeeping_only=request["bookkeeping_only"],
             run_id=request["run_id"],
+            early_stop=early_stop,
         )
     except StoreError:
         raise
@@ -553,11 +740,11 @@ class SweepWorkers:
         for worker in self._workers:
             worker.close()
 
-    def simulate(self, run: SweepRun, root: Path) -> tuple[SweepRun, str, RunStatus]:
+    def simulate(self, run: SweepRun, job: _Job) -> tuple[SweepRun, str, RunStatus]:
         """Simulates a run in an idle process, of which there is one for each thread that calls this."""
         worker = self._idle.get()
         try:
-            return run, *worker.simulate(run.to_request(root))
+            return run, *worker.simulate(run, job)
         finally:
             self._idle.put(worker)
 
@@ -586,7 +773,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
 
-    def simulate(self, request: Json) -> tuple[str, RunStatus]:
+    def simulate(self, run: SweepRun, job: _Job) -> tuple[str, RunStatus]:
         """Returns as `_simulate_one`, and the status of a run with an error: a signal ends none for good."""
         self.is_busy = True  # first: who stops runs kills what is busy, or is seen below
         process = self._start()
@@ -596,8 +783,13 @@ class _Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):  # a process that has died gives no reply either
-            write_message(process.stdin, request)  # type: ignore[arg-type]  # a pipe writes like any binary file
+            write_message(process.stdin, run.to_request(job.root, job.early_stop))  # type: ignore[arg-type]  # a pipe writes like any binary file
         reply = read_message(process.stdout)  # type: ignore[arg-type]  # likewise
+        while reply is not None and "rung" in reply[0]:
+            reason = "" if job.judge is None else job.judge(run, reply[0]["rung"], reply[0]["metrics"])
+            with contextlib.suppress(OSError):
+                write_message(process.stdin, {"reason": reason})  # type: ignore[arg-type]  # likewise
+            reply = read_message(process.stdout)  # type: ignore[arg-type]  # likewise
         self.is_busy = False
         if reply is None:
             code = process.wait()
@@ -660,6 +852,10 @@ def main() -> None:
             pending.put(message[0])
         os._exit(1)
 
+    def report(rung: int, metrics: Metrics) -> str:
+        write_message(sink, {"rung": rung, "metrics": dict(metrics)})
+        return str(pending.get()["reason"])
+
     threading.Thread(target=read_requests, name="runs", daemon=True).start()
     logging.disable(logging.WARNING)  # what is to be said of a run is said of hundreds
     while True:
@@ -668,7 +864,7 @@ def main() -> None:
         section = request["config"]["simulation"]
         section.setdefault("workers", 1 if section.get("engine") == "ray" else 0)
         try:
-            reply = {"error": _simulate_one(request)}
+            reply = {"error": _simulate_one(request, report)}
         except StoreError as error:
             reply = {"store": str(error)}
         write_message(sink, reply)
@@ -684,12 +880,15 @@ class SweepMetric:
 
 def select_metric(outcomes: Sequence[SweepOutcome]) -> SweepMetric:
     """Returns the metric of the run's goal, else the accuracy, else the loss; the time where nothing is trained."""
-    first = outcomes[0].run
-    if first.bookkeeping_only:
-        return SweepMetric(name="seconds", is_max=False)
-    if first.goal is not None:
-        return SweepMetric(name=first.goal.name, is_max=first.goal.is_max)
     has_accuracy = any(outcome.metrics.get("accuracy") is not None for outcome in outcomes)
+    return _select_metric(outcomes[0].run, has_accuracy=has_accuracy)
+
+
+def _select_metric(run: SweepRun, *, has_accuracy: bool) -> SweepMetric:
+    if run.bookkeeping_only:
+        return SweepMetric(name="seconds", is_max=False)
+    if run.goal is not None:
+        return SweepMetric(name=run.goal.name, is_max=run.goal.is_max)
     return SweepMetric(name="accuracy" if has_accuracy else "loss", is_max=has_accuracy)
 
 
@@ -700,8 +899,9 @@ def summarise(outcomes: Sequence[SweepOutcome], metric: SweepMetric) -> list[Jso
     """Returns a row for each combination, best first; behind those of which every seed has a value, the others.
 
     A row has `values`; `mean` and `spread` of the metric (the standard deviation of the seeds as a sample; None of
-    one), and the means of `SUM_COLUMNS`; `num_runs`, over which all of them are; `num_failed`; and `num_unknown`,
-    those that finished without a value of the metric. Without any value, the means are over these.
+    one), and the means of `SUM_COLUMNS`; `num_runs`, over which all of them are; `num_failed`; `num_stopped`, those
+    that were stopped early; and `num_unknown`, those that finished without a value. Without any value, the
+    means are over these. Where all that did not fail were stopped early, everything is over these.
     """
     groups: dict[str, list[SweepOutcome]] = {}
     for outcome in outcomes:
@@ -710,14 +910,15 @@ def summarise(outcomes: Sequence[SweepOutcome], metric: SweepMetric) -> list[Jso
     sign = -1.0 if metric.is_max else 1.0
 
     def rank(row: Json) -> tuple[bool, bool, float, float]:
-        is_partial = bool(row["num_failed"] or row["num_unknown"])
+        is_partial = bool(row["num_failed"] or row["num_unknown"] or row["num_stopped"])
         return row["mean"] is None, is_partial, sign * (row["mean"] or 0.0), row["seconds"] or 0.0
 
     return sorted(rows, key=rank)
 
 
 def _summarise_group(group: Sequence[SweepOutcome], metric: SweepMetric) -> Json:
-    finished = [outcome for outcome in group if outcome.is_finished]
+    stopped = [outcome for outcome in group if outcome.is_stopped]
+    finished = [outcome for outcome in group if outcome.is_finished] or stopped
     values = [outcome.metrics.get(metric.name) for outcome in finished]
     known = [value for value in values if value is not None and math.isfinite(value)]
     counted = [
@@ -730,7 +931,8 @@ def _summarise_group(group: Sequence[SweepOutcome], metric: SweepMetric) -> Json
         "mean": statistics.fmean(known) if known else None,
         "spread": statistics.stdev(known) if len(known) > 1 else None,
         "num_runs": len(counted),
-        "num_failed": len(group) - len(finished),
+        "num_failed": sum(not (outcome.is_finished or outcome.is_stopped) for outcome in group),
+        "num_stopped": len(stopped),
         "num_unknown": len(finished) - len(known),
         **{
             name: statistics.fmean(outcome.metrics[name] or 0.0 for outcome in counted) if counted else None
