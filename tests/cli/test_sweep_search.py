@@ -16,7 +16,7 @@ RUN = (
     '[run]\ntask = "digits"\nrounds = 4\n[task]\nmodel = "logistic"\n'
     '[simulation]\ndevices = 3\nprofiles = ["pi-5"]\nworkers = 0\n'
 )
-RATES = "strategy.learning_rate=0.5,0.0001,0.4"
+RATES = "strategy.learning_rate=0.5,0.4,0.0001"
 SPACE = ("strategy.learning_rate=0.0001..1.0:log",)
 ASHA = AshaSettings(eta=2)
 

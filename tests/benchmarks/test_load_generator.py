@@ -16,7 +16,7 @@ NUM_SENDING, SENT_BYTES = 120, 4_000_000
 
 def _measured(folder, *words, timeout_s=110):
     """Returns what the benchmark found for each size of fleet."""
-    program = [sys.executable, str(ROOT / "benchmarks" / "thousand_devices.py")]
+    program = [sys.executable, str(ROOT / "benchmarks" / "load_generator.py")]
     done = subprocess.run(
         [*program, *words, "--processes", "2", "--broker", "auto", "--dir", str(folder), "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=timeout_s,
@@ -49,6 +49,17 @@ def test_stand_ins_are_heard_at_every_beat_and_make_the_model_together_however_m
     assert [row["as_devices"] for row in grown["ramp"]] == [16, 32][: len(rates)]
     assert rates == sorted(rates)
     assert all(row["num_sent"] > 0 for row in grown["ramp"])
+
+
+@pytest.mark.slow
+def test_a_run_of_some_devices_is_compared_with_the_same_run_in_a_smaller_fleet(tmp_path):
+    words = ["--devices", "3", "9", "--round-devices", "3", "--rounds", "2", "--beat-s", "1", "--model-bytes", "1000"]
+    small, large = _measured(tmp_path, *words)
+    assert small["is_right"]
+    assert large["is_right"]
+    assert [found["updates_used"] for found in (small, large)] == [6, 6]
+    assert large["num_joined"] == 9
+    assert large["round_ratio"] == pytest.approx(large["round_s"][1] / small["round_s"][1])
 
 
 @pytest.mark.slow

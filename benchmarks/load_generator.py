@@ -1,13 +1,15 @@
-"""One coordinator with a thousand devices, and how many more it could have.
+"""Real protocol clients without training, as many as are wanted, and what they cost one coordinator.
 
-    python benchmarks/thousand_devices.py [--rounds 3] [--beat-s 60] [--profile] [--json]
-    python benchmarks/thousand_devices.py --devices 250 500 1000 2000 4000 --rounds-up-to 1000 --ramp-s 20 --pin
+    python benchmarks/load_generator.py [--rounds 3] [--beat-s 60] [--profile] [--json]
+    python benchmarks/load_generator.py --devices 250 500 1000 2000 4000 --rounds-up-to 1000 --ramp-s 20 --pin
+    python benchmarks/load_generator.py --devices 50 5000 --round-devices 50 --rounds 10 --beat-s 60 --pin
 
 The coordinator is `edgefl coordinator start` with its own Mosquitto. Devices are stand-ins (`harness/stand_in.py`):
 each has joined with a key of its own, holds its TLS connections to broker and Fleet API, sends real heartbeats every
 5 s, asks for work every 30 s, and answers in rounds with an update as large as the model. They train nothing, so as
 many as are let (`--at-a-time`) send at once, and never fewer, which is the worst that a coordinator can meet. First
-nothing but heartbeats is measured, then a run. With several sizes the fleet grows from one to the next.
+nothing but heartbeats is measured, then a run. With several sizes the fleet grows from one to the next. With
+`--round-devices` a run has so many of them, and its rounds are compared with those of the smallest fleet.
 
 With `--ramp-s` the last fleet then beats twice as often, and twice again, each time for so long, until heartbeats are
 late or lost, or the stand-ins do not keep up themselves. With `--pin` coordinator and broker have the first core, and
@@ -25,6 +27,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import statistics
 import sys
 import tempfile
 import time
@@ -61,7 +64,7 @@ OTHER_FILES = 300
 def main() -> int:
     arguments = _parse()
     _check_files(arguments)
-    root = Path(tempfile.mkdtemp(prefix="edgefl-thousand-", dir=arguments.dir))
+    root = Path(tempfile.mkdtemp(prefix="edgefl-load-", dir=arguments.dir))
     cores = sorted(os.sched_getaffinity(0))
     servers, others = (str(cores[0]), ",".join(map(str, cores[1:]))) if arguments.pin else ("", "")
     crowd = Crowd(
@@ -98,18 +101,34 @@ def _grown(fleet: LocalFleet, crowd: Crowd, arguments: argparse.Namespace) -> li
     for number in sorted(arguments.devices):
         found.append(_measured(fleet, crowd, number, arguments))
         print(as_text(found[-1]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    if arguments.round_devices and len(found) > 1 and found[0]["rounds"] and found[-1]["rounds"]:
+        found[-1]["round_ratio"] = _round_ratio(found[0], found[-1])
+        text = f"  a round is {found[-1]['round_ratio']:.2f} x one of {found[0]['devices']} devices (medians)"
+        print(text, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     if arguments.ramp_s:
         found[-1]["ramp"] = _ramp(fleet, crowd, arguments)
         print(_ramp_text(found[-1]["ramp"]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     return found
 
 
+def _round_ratio(small: Json, large: Json) -> float:
+    """Returns how much longer a round of a large fleet is; the first round of each warms connections up."""
+    medians = [statistics.median(found["round_s"][1:] or found["round_s"]) for found in (small, large)]
+    return medians[1] / medians[0]
+
+
 def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.Namespace) -> Json:
     """Returns what a fleet of so many costs its coordinator, and whether all was right."""
     token = fleet.make_client().post("/edgefl/v1/tokens", {"uses": number - crowd.num_devices})["token"]
     pids = {**server_pids(fleet), **crowd.pids()}
+    num_used = min(arguments.round_devices or number, number)
     has_rounds = arguments.rounds > 0 and number <= (arguments.rounds_up_to or number)
-    found: Json = {"devices": number, "model_bytes": arguments.model_bytes, "rounds": arguments.rounds * has_rounds}
+    found: Json = {
+        "devices": number,
+        "round_devices": num_used,
+        "model_bytes": arguments.model_bytes,
+        "rounds": arguments.rounds * has_rounds,
+    }
     found["most_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with Watch(pids) as watch:
         watch.begin("joining")
@@ -130,7 +149,7 @@ def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.
         run_id = None
         if has_rounds:
             with profiled(fleet, is_wanted=arguments.profile) as profile:
-                run_id, found["slowest_answer_s"] = _run(fleet, crowd, arguments)
+                run_id, found["slowest_answer_s"] = _run(fleet, num_used, arguments)
                 watch.begin("over")
             found["profile_of_rounds"] = profile
         told = crowd.ask("tell")
@@ -143,8 +162,8 @@ def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.
     found["is_right"] = found["heartbeats_sent"] == found["heartbeats_stored"] and not found["num_errors"]
     if run_id is not None:
         found |= _rounds(fleet, run_id)
-        found["model_error"] = _model_error(fleet, crowd, run_id, arguments.model_bytes)
-        found["is_right"] &= found["updates_used"] == number * arguments.rounds and found["model_error"] < 1e-5
+        found["model_error"] = _model_error(fleet, crowd, run_id, arguments.model_bytes, num_used)
+        found["is_right"] &= found["updates_used"] == num_used * arguments.rounds and found["model_error"] < 1e-5
     return found
 
 
@@ -181,12 +200,13 @@ def _ramp(fleet: LocalFleet, crowd: Crowd, arguments: argparse.Namespace) -> lis
     return rows
 
 
-def _run(fleet: LocalFleet, crowd: Crowd, arguments: argparse.Namespace) -> tuple[str, float]:
+def _run(fleet: LocalFleet, num_devices: int, arguments: argparse.Namespace) -> tuple[str, float]:
     """Returns the run when it is over, and the longest that an operator had to wait for an answer meanwhile."""
+    names = sorted(row["device_id"] for row in fleet.list_history("devices"))[:num_devices]
     config = {
         "run": {"task": "noop", "rounds": arguments.rounds, "seed": SEED, "evaluate_on": "none"},
         "task": {"size_bytes": arguments.model_bytes},
-        "devices": {"min": crowd.num_devices, "ready_s": 600},
+        "devices": {"names": names, "min": num_devices, "ready_s": 600},
     }
     run_id, slowest_s = fleet.submit(parse_run(config)), 0.0
     while True:
@@ -260,12 +280,12 @@ def _rounds(fleet: LocalFleet, run_id: str) -> Json:
     }
 
 
-def _model_error(fleet: LocalFleet, crowd: Crowd, run_id: str, model_bytes: int) -> float:
+def _model_error(fleet: LocalFleet, crowd: Crowd, run_id: str, model_bytes: int, num_devices: int) -> float:
     """Returns by how much a number of the model is off, at worst, from what the updates that were sent make of it."""
     (expected,) = NoopTask(size_bytes=model_bytes).init(SEED).values()
     model = expected.astype(np.float64)
     for path in crowd.root.glob(f"sum-{run_id}-*.npy"):
-        model += np.load(path) / crowd.num_devices
+        model += np.load(path) / num_devices
     sha256 = fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["model"]
     (found,) = load_file(fleet.get_model_path(sha256)).values()
     return float(np.abs(found - model).max())
@@ -325,11 +345,11 @@ def _round_lines(found: Json) -> list[str]:
     work, beats = found["costs"]["coordinator"]["rounds"], found["costs"]["coordinator"]["heartbeats"]
     ms_an_update = 1000 * (work["cpu_s"] - beats["cores"] * work["seconds"]) / max(1, found["updates_used"])
     rounds = ", ".join(f"{seconds:.1f}" for seconds in found["round_s"])
-    each = ", ".join(f"{1000 * seconds / found['devices']:.1f}" for seconds in found["round_s"])
+    each = ", ".join(f"{1000 * seconds / found['round_devices']:.1f}" for seconds in found["round_s"])
     return [
         (
-            f"  rounds of {found['model_bytes'] / 1e6:g} MB: {rounds} s after {found['ready_s']:.1f} s of making "
-            f"ready, {each} ms an update"
+            f"  rounds of {found['model_bytes'] / 1e6:g} MB with {found['round_devices']} devices: {rounds} s "
+            f"after {found['ready_s']:.1f} s of making ready, {each} ms an update"
         ),
         (
             f"  {found['updates_used']} updates used {found['other_outcomes'] or ''}, "
@@ -368,6 +388,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1000], help="one size or several")
     parser.add_argument("--rounds", type=int, default=3, help="0 for heartbeats alone [%(default)s]")
+    parser.add_argument("--round-devices", type=int, help="devices in a run [all]")
     parser.add_argument("--rounds-up-to", type=int, help="larger fleets only beat [all have rounds]")
     parser.add_argument("--ramp-s", type=float, default=0.0, help="for so long at each rate; 0 for no ramp")
     parser.add_argument("--ramp-to", type=int, default=64, help="times the usual rate at most [%(default)s]")
