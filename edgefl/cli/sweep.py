@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_SEEDS = 1000
 MAX_TRIALS = 10_000
+DEFAULT_TRIALS = 20
 COUNT_COLUMNS = ("runs", "failed", "stopped", "no_value")
 """The last two where there are such runs."""
 
@@ -70,7 +72,7 @@ COUNT_COLUMNS = ("runs", "failed", "stopped", "no_value")
     "--trials",
     "num_trials",
     type=click.IntRange(1, MAX_TRIALS),
-    help="Combinations that --search proposes. [default: 20]",
+    help=f"Combinations that --search proposes. [default: {DEFAULT_TRIALS}]",
 )
 @click.option(
     "--early-stop",
@@ -105,14 +107,14 @@ def command(  # noqa: PLR0913 one per option
     """
     use_one_thread()
     from edgefl.simulation.search.early_stopping import parse_early_stop  # noqa: PLC0415 likewise
-    from edgefl.simulation.search.trials import Search, run_search  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import default_root  # noqa: PLC0415 fast start
     from edgefl.simulation.sweep import (  # noqa: PLC0415 likewise
         SweepPlan,
-        list_combinations,
         parse_values,
+        plan_sweep,
         run_sweep,
     )
+    from edgefl.simulation.trials import Search, run_search  # noqa: PLC0415 likewise
 
     if num_trials is not None and searcher is None:
         raise UsageError("--trials needs --search random or --search optuna")
@@ -125,21 +127,20 @@ def command(  # noqa: PLR0913 one per option
     if rungs is not None and not trains:
         raise UsageError("--early-stop compares the quality of models, of which --bookkeeping-only trains none")
     values = parse_values(settings, allow_ranges=searcher is not None)
-    choices = {setting: domain for setting, domain in values.items() if isinstance(domain, tuple)}
-    combinations = [] if searcher else list_combinations(choices, num_seeds)
-    plan = SweepPlan(
-        file,
-        num_seeds,
-        apply_options=lambda config: apply_options(config, test, None, faults, **places),
-        **{**fleet, "devices": list_shards(shards) or fleet["devices"]},
-    )
-    search = None if searcher is None else Search(space=values, searcher=searcher, num_trials=num_trials or 20)
-    if search is None:
-        plan.check(combinations)
+    plan_options: Json = {
+        **fleet,
+        "devices": list_shards(shards) or fleet["devices"],
+        "apply_options": lambda config: apply_options(config, test, None, faults, **places),
+    }
+    simulate_all: Callable[..., list[SweepOutcome]]
+    if searcher is None:
+        runs = plan_sweep(file, values, num_seeds, **plan_options)
+        simulate_all, num_runs = partial(run_sweep, runs), len(runs)
     else:
+        plan = SweepPlan(file, num_seeds, **plan_options)
+        search = Search(space=values, searcher=searcher, num_trials=num_trials or DEFAULT_TRIALS)
         search.check(plan)
-    runs = [run for combination in combinations for run in plan.make_runs(combination)]
-    num_runs = len(runs) if search is None else search.num_trials * num_seeds
+        simulate_all, num_runs = partial(run_search, plan, search), search.num_trials * num_seeds
     folder = (root or default_root()).expanduser().resolve()
     num_ended = 0
 
@@ -154,13 +155,9 @@ def command(  # noqa: PLR0913 one per option
 
     try:
         with silence_recorder():
-            options: Json = {
-                "num_jobs": num_jobs, "retry_failed": retry_failed, "on_end": log_end, "early_stop": rungs,
-            }  # fmt: skip
-            if search is None:
-                outcomes = run_sweep(runs, folder, **options)
-            else:
-                outcomes = run_search(plan, search, folder, **options)
+            outcomes = simulate_all(
+                folder, num_jobs=num_jobs, retry_failed=retry_failed, on_end=log_end, early_stop=rungs
+            )
     except KeyboardInterrupt:
         click.echo(f"stopped after {num_ended} of {num_runs} runs; the same command goes on there", err=True)
         raise

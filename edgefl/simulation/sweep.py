@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -296,14 +295,15 @@ def list_combinations(values: Mapping[str, Sequence[Any]], num_seeds: int) -> li
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
-def plan_sweep(file: Path, values: Mapping[str, Sequence[Any]], num_seeds: int, **options: Any) -> list[SweepRun]:
+def plan_sweep(file: Path, values: Mapping[str, Choices | Range], num_seeds: int, **options: Any) -> list[SweepRun]:
     """Returns the runs of each combination of values, by seed; the options are those of `SweepPlan`.
 
     Raises:
         ConfigError: what is wrong with the run file, or else with the settings in any combination: all of it.
         UsageError: there are more than `MAX_RUNS` runs.
     """
-    combinations = list_combinations(values, num_seeds)
+    choices = {setting: domain for setting, domain in values.items() if not isinstance(domain, Range)}
+    combinations = list_combinations(choices, num_seeds)  # a range needs a search
     plan = SweepPlan(file, num_seeds, **options)
     plan.check(combinations)
     return [run for combination in combinations for run in plan.make_runs(combination)]
@@ -663,11 +663,15 @@ def _simulate_all(
             report = None if job.judge is None else partial(job.judge, run)
             yield run, _simulate_one(run.to_request(job.root, job.early_stop), report), RunStatus.FAILED
         return
-    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    is_over = Future[None]()
     with contextlib.ExitStack() as stack:
         workers = shared or stack.enter_context(SweepWorkers(num_jobs))
         workers.resume()
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
+        if timeout_s is not None:
+            timer = threading.Timer(timeout_s, is_over.set_result, [None])
+            stack.callback(timer.cancel)
+            timer.start()
         source, running = iter(runs), set[Future[tuple[SweepRun, str, RunStatus]]]()
         try:
             while True:
@@ -675,13 +679,13 @@ def _simulate_all(
                     running.add(pool.submit(workers.simulate, run, job))
                 if not running:
                     return
-                remaining_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-                done, running = wait(running, remaining_s, return_when=FIRST_COMPLETED)
-                if not done:
-                    log.info("%d runs have not ended in time", len(running))
-                    return
+                done = wait([*running, is_over], return_when=FIRST_COMPLETED).done & running
+                running -= done
                 for future in done:
                     yield future.result()
+                if is_over.done():
+                    log.info("%d runs have not ended in time", len(running))
+                    return
         finally:
             workers.stop_runs()
 

@@ -9,8 +9,8 @@ import pytest
 from edgefl.core.errors import ConfigError, RunFailedError, StoreError, UsageError
 from edgefl.simulation import sweep as sweeps
 from edgefl.simulation.search.early_stopping import AshaSettings
-from edgefl.simulation.search.trials import Search, run_search
 from edgefl.simulation.sweep import SweepPlan, parse_values, plan_sweep, run_sweep
+from edgefl.simulation.trials import Search, run_search
 
 RUN = (
     '[run]\ntask = "digits"\nrounds = 4\n[task]\nmodel = "logistic"\n'
