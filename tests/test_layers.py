@@ -86,6 +86,7 @@ FORBIDDEN = {
     "zstandard": ("device/agent.py", "import zstandard"),
     "flower-public": ("coordinator/service.py", "from flwr.server.superlink import linkstate"),
     "ray": ("device/agent.py", "import ray"),
+    "optuna": ("coordinator/service.py", "import optuna"),
     "flower-transport": ("coordinator/service.py", "from google.protobuf import message"),
 }
 

@@ -679,7 +679,8 @@ def _simulate_all(
                     running.add(pool.submit(workers.simulate, run, job))
                 if not running:
                     return
-                done = wait([*running, is_over], return_when=FIRST_COMPLETED).done & running
+                waited: list[Future[Any]] = [*running, is_over]
+                done = running & wait(waited, return_when=FIRST_COMPLETED).done
                 running -= done
                 for future in done:
                     yield future.result()
