@@ -467,7 +467,7 @@ def run_sweep(  # noqa: PLR0913 the last six by name
         StoreError: the history cannot be written, or another sweep works in the folder.
     """
     with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop) as sweep:
-        sweep.recall(runs)
+        sweep.restore(runs)
         if sweep.outcomes:
             log.info("%d of %d runs are of an earlier start", len(sweep.outcomes), len(runs))
         pending = [run for run_id, run in sweep.runs.items() if run_id not in sweep.outcomes]
@@ -512,7 +512,7 @@ class Sweep:
     runs: dict[str, SweepRun] = field(default_factory=dict)
     outcomes: dict[str, SweepOutcome] = field(default_factory=dict)
 
-    def recall(self, runs: Sequence[SweepRun]) -> None:
+    def restore(self, runs: Sequence[SweepRun]) -> None:
         """Adds runs, with the outcomes of those that the store has to their end."""
         added = {run.run_id: run for run in runs}
         self.runs |= added

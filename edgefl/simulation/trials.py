@@ -93,7 +93,7 @@ def _list_trial_runs(sweep: Sweep, plan: SweepPlan, search: Search, kept: _KeptT
             kept.add(SEARCHERS[search.searcher](search.space, known, plan.base.seed))
         trials.append(plan.make_runs(kept.values[number]))
         pending = [run for run in trials[-1] if run.run_id not in sweep.runs]  # a choice may be proposed again
-        sweep.recall(pending)
+        sweep.restore(pending)
         yield from (run for run in pending if run.run_id not in sweep.outcomes)
 
 
