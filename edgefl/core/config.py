@@ -42,6 +42,7 @@ SelectionRule = Literal["uniform", "utility"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
 PrivacyUnit = Literal["device", "example"]
+SecureGraph = Literal["complete", "sparse"]
 PrivacyMechanism = Literal["gaussian", "dp-ftrl"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
@@ -416,16 +417,37 @@ class SecureAggregationSection:
         threshold: share of a round's boards that must be left at every step; with fewer nothing is opened.
         clip: largest magnitude of an entry of an update, to which boards clip it.
         max_examples: most examples that a board weighs as in the mean.
+        graph: `complete` shares secrets and masks with all boards of a round, `sparse` with as few as protect.
+        corrupted: with `sparse`, share of a round's boards that may work with the coordinator.
+        dropped: with `sparse`, share of a round's boards that may drop out at random so that the sum is still opened.
     """
 
     enabled: bool = False
     threshold: float = field(default=0.67, metadata={"at_least": 0.5, "at_most": 1})
     clip: float = field(default=1.0, metadata={"above": 0, "at_most": 1e6})
     max_examples: int = field(default=1000, metadata={"at_least": 1, "at_most": 1_000_000})
+    graph: SecureGraph = "complete"
+    corrupted: float = field(default=0.1, metadata={"at_least": 0.05, "below": 1})
+    dropped: float = field(default=0.1, metadata={"at_least": 0, "at_most": 0.5})
 
     def __post_init__(self) -> None:
         if not self.enabled and any(getattr(self, item.name) != item.default for item in fields(self)):
             raise ConfigError("secure_aggregation.enabled must be true, or the table left out")
+        if self.graph == "sparse":
+            self._check_sparse()
+            return
+        for item in fields(self):
+            if item.name in {"corrupted", "dropped"} and (found := getattr(self, item.name)) != item.default:
+                raise ConfigError(f'secure_aggregation.{item.name} is of graph = "sparse": leave it out, got {found}')
+
+    def _check_sparse(self) -> None:
+        # With as many corrupted boards two sums of a round could each have enough; with more lost none has.
+        for name, most in (("corrupted", 2 * self.threshold - 1), ("dropped", 1 - self.threshold)):
+            if (found := getattr(self, name)) > most + 1e-9:
+                raise ConfigError(
+                    f"secure_aggregation.{name} must be at most {most:.2g} with threshold = {self.threshold}, "
+                    f"got {found}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,6 +332,10 @@ class SecureAggregationConfig:
         max_examples: most examples that a board weighs as; 1 where all weigh the same.
         num_members: boards whose keys are known, from `update` on.
         survivors: boards whose updates are in the sum, from `consent` on.
+        corrupted: share of the members that may work with the coordinator; each board draws as few others as protect
+            it then, to share its secrets and masks with. None for all members.
+        dropped: share of the members that may drop out at random then, so that the sum can still be opened.
+        sharers: members whose shares went to the others, with `update`, where boards draw others.
     """
 
     step: str
@@ -342,12 +346,16 @@ class SecureAggregationConfig:
     max_examples: int
     num_members: int = 0
     survivors: tuple[str, ...] = ()
+    corrupted: float | None = None
+    dropped: float = 0.0
+    sharers: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Returns the config from JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
         values = _known(cls, value)
-        return cls(**{**values, "survivors": tuple(map(str, values.get("survivors", ())))})
+        names = {name: tuple(map(str, values.get(name, ()))) for name in ("survivors", "sharers")}
+        return cls(**{**values, **names})
 
 
 def _known(cls: type[Any], value: object) -> dict[str, Any]:

@@ -28,14 +28,18 @@ def four(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local
         yield fleet
 
 
-def make_config(*, is_secure: bool, rounds: int, epochs: float = 1.0) -> RunConfig:
+def make_config(*, is_secure: bool, rounds: int, epochs: float = 1.0, **secure: Any) -> RunConfig:
     return parse_run(
         {
             "run": {"task": "digits", "rounds": rounds, "evaluate_on": "none", "local_test_fraction": 0.0},
             "strategy": {"epochs": epochs},
             "devices": {"min": 4},
             "guard": {"enabled": False, "max_weight_ratio": 0},
-            **({"secure_aggregation": {"enabled": True, "threshold": 0.6, "clip": 4.0}} if is_secure else {}),
+            **(
+                {"secure_aggregation": {"enabled": True, "threshold": 0.6, "clip": 4.0, **secure}}
+                if is_secure
+                else {}
+            ),
         }
     )
 
@@ -67,6 +71,15 @@ def test_the_model_is_that_of_plain_rounds(four: LocalFleet) -> None:
     assert compute_distance(expected, model) < 1e-5
     assert [row["outcome"] for row in rows] == ["used"] * 12
     assert [version for version, _ in read_consents(four, run_id).values()] == [2] * 4
+
+
+def test_boards_that_draw_whom_they_share_with_give_the_same_model(four: LocalFleet) -> None:
+    expected, _ = wait_for_model(four, four.submit(make_config(is_secure=True, rounds=2)))
+    run_id = four.submit(make_config(is_secure=True, rounds=2, graph="sparse", corrupted=0.05, dropped=0.25))
+    model, rows = wait_for_model(four, run_id)
+    assert compute_distance(expected, model) == 0.0
+    assert [row["outcome"] for row in rows] == ["used"] * 8
+    assert [version for version, _ in read_consents(four, run_id).values()] == [1] * 4
 
 
 def test_a_coordinator_that_is_killed_goes_on_and_no_board_opens_two_sums(four: LocalFleet, tools: Any) -> None:

@@ -11,7 +11,7 @@ from edgefl.storage.checkpoints import load_model_file
 def simulate(tmp_path):
     numbers = iter(range(100))
 
-    def run(*, is_secure, faults="", rounds=3, devices=5, workers=0, privacy=None, **strategy):
+    def run(*, is_secure, faults="", rounds=3, devices=5, workers=0, privacy=None, secure=None, **strategy):
         (tmp_path / "faults.toml").write_text(faults)
         tables = {
             "run": {"task": "digits", "rounds": rounds, "evaluate_every": 100, "local_test_fraction": 0.0},
@@ -29,7 +29,7 @@ def simulate(tmp_path):
         if privacy:
             tables["privacy"] = privacy
         if is_secure:
-            tables["secure_aggregation"] = {"enabled": True, "threshold": 0.6, "clip": 4.0}
+            tables["secure_aggregation"] = {"enabled": True, "threshold": 0.6, "clip": 4.0, **(secure or {})}
         folder = tmp_path / str(next(numbers))
         return edgefl.simulate(tables, devices=devices, root=folder, scheme="dirichlet:0.5")
 
@@ -47,6 +47,15 @@ def test_the_model_is_that_of_plain_rounds(simulate, name):
     assert compute_distance(plain, secure) < 1e-5
     assert [row["outcome"] for row in secure.updates] == ["used"] * 15
     assert compute_distance(secure, simulate(is_secure=True, name=name)) == 0.0
+
+
+def test_a_sparse_graph_gives_the_same_model_for_fewer_bytes(simulate):
+    sparse = {"graph": "sparse", "corrupted": 0.05, "dropped": 0.05}
+    results = [simulate(is_secure=True, devices=30, rounds=2, secure=found) for found in (None, sparse)]
+    assert compute_distance(*results) == 0.0
+    assert [row["outcome"] for row in results[1].updates] == ["used"] * 60
+    sizes = [{row["bytes_up"] for row in result.updates} for result in results]
+    assert max(sizes[1]) < 0.8 * min(sizes[0])
 
 
 def test_workers_train_the_same_masked_updates(simulate):

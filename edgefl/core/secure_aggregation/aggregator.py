@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 from edgefl.core.errors import SecureAggregationError
 from edgefl.core.secure_aggregation.keys import (
@@ -21,8 +22,8 @@ def unmask_sum(
     total: Array,
     *,
     adverts: Mapping[str, bytes],
-    sharers: Sequence[str],
-    survivors: Sequence[str],
+    holders: Mapping[str, Collection[str]],
+    survivors: Collection[str],
     openings: Mapping[str, bytes],
     threshold: int,
 ) -> None:
@@ -31,27 +32,30 @@ def unmask_sum(
     Args:
         total: [words] uint32, the sum of the survivors' vectors.
         adverts: keys of all members, by name.
-        sharers: members whose shares went to the others.
+        holders: member whose shares went to others -> the boards that have them, which it masks with.
         survivors: those of them whose vectors are in the sum.
-        openings: board -> the shares that it gave out: of each sharer, sorted by name.
-        threshold: how many are needed.
+        openings: board -> the shares that it gave out: of each sharer that it holds, sorted by name.
+        threshold: how many are needed of each sharer's.
 
     Raises:
         SecureAggregationError: too few are there, or they do not give the secrets that boards are bound to.
     """
-    names, points = sorted(sharers), {name: place for place, name in enumerate(sorted(adverts), start=1)}
-    size = SHARE_BYTES * len(names)
-    holders = sorted(name for name, content in openings.items() if len(content) == size and name in points)[
-        :threshold
-    ]
-    if len(holders) < threshold:
-        raise SecureAggregationError(f"{len(holders)} boards opened the sum, at least {threshold} are needed")
-    factors = compute_lagrange([points[name] for name in holders])
+    points = {name: place for place, name in enumerate(sorted(adverts), start=1)}
     members = {name: Advert.decode(content) for name, content in adverts.items()}
-    context = members[names[0]].context
-    for place, name in enumerate(names):
-        start = SHARE_BYTES * place
-        secret = combine_shares([openings[holder][start : start + SHARE_BYTES] for holder in holders], factors)
+    context, shares = members[min(holders)].context, _split_openings(openings, holders)
+    # Boards of a complete graph have the same holders, whose factors take long to compute.
+    factors = lru_cache(maxsize=1)(compute_lagrange)
+    for name in sorted(holders):
+        opened = sorted(shares[name])[:threshold]
+        if len(opened) < threshold:
+            raise SecureAggregationError(
+                f"{len(opened)} boards opened the sum, at least {threshold} are needed"
+                if len(holders[name]) == len(members)
+                else f"{len(opened)} boards opened the part of {name}, at least {threshold} are needed"
+            )
+        secret = combine_shares(
+            [shares[name][holder] for holder in opened], factors(tuple(points[holder] for holder in opened))
+        )
         if name in survivors:
             if not is_committed(secret, members[name].commitment):
                 raise SecureAggregationError(
@@ -61,13 +65,33 @@ def unmask_sum(
         elif get_public_key(secret) != members[name].mask_key:
             raise SecureAggregationError(f"the shares of {name}'s key give another one: a board gave a wrong one")
         else:
-            _remove_pairs(total, name, secret, context, members, survivors)
+            paired = [other for other in survivors if other in holders[name] or name in holders[other]]
+            _remove_pairs(total, name, secret, members, paired)
+
+
+def list_held(holders: Mapping[str, Collection[str]], board: str) -> list[str]:
+    """Returns the sharers whose shares a board has, sorted."""
+    return sorted(name for name, found in holders.items() if board in found)
+
+
+def _split_openings(
+    openings: Mapping[str, bytes], holders: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, bytes]]:
+    """Returns sharer -> holder -> its share; without the openings of another size."""
+    shares: dict[str, dict[str, bytes]] = {name: {} for name in holders}
+    for board, content in openings.items():
+        held = list_held(holders, board)
+        if len(content) == SHARE_BYTES * len(held):
+            for place, name in enumerate(held):
+                shares[name][board] = content[SHARE_BYTES * place : SHARE_BYTES * (place + 1)]
+    return shares
 
 
 def _remove_pairs(
-    total: Array, lost: str, secret: bytes, context: bytes, members: Mapping[str, Advert], survivors: Sequence[str]
+    total: Array, lost: str, secret: bytes, members: Mapping[str, Advert], paired: Sequence[str]
 ) -> None:
-    """Takes off the masks that the survivors share with a board whose vector did not come."""
-    for name in survivors:
+    """Takes off the masks that some survivors share with a board whose vector did not come."""
+    context = members[lost].context
+    for name in paired:
         purpose = make_pair_text(b"mask", context, *sorted((name, lost)))
         add_mask(total, agree_key(secret, members[name].mask_key, purpose), sign=-1 if name < lost else 1)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.core.errors import SecureAggregationError
@@ -17,6 +17,9 @@ MIN_MEMBERS = 3
 """In a sum of two, each of both knows the other's update."""
 MAX_MEMBERS = 1000
 MAX_CLIP = 1e6
+ROUNDING = 1e-9
+MIN_CORRUPTED = 0.05
+"""Least share of corrupted boards against which a sparse graph must protect."""
 MAX_GROUP_CHARACTERS = 400
 CERTIFICATE_BYTES = 768
 """A certificate is padded to a multiple of this, so that messages have one size."""
@@ -31,6 +34,8 @@ _ADVERT = struct.Struct("<32s32s32s32sHH")
 def compute_context(run: str, config: SecureAggregationConfig) -> bytes:
     """Returns the digest of what an attempt is of; every key and signature of it is bound to that."""
     values = [run, config.group, config.version, config.threshold, config.clip, config.max_examples]
+    if config.corrupted is not None:
+        values += ["sparse", config.corrupted, config.dropped]
     return hashlib.sha256(b"edgefl secure aggregation 1" + json.dumps(values).encode()).digest()
 
 
@@ -63,10 +68,27 @@ def check_config(config: SecureAggregationConfig) -> None:
             "whole numbers from 0 are needed in a step of secure aggregation, got "
             + ", ".join(format_number(number) for number in numbers)
         )
-    if len(config.group) > MAX_GROUP_CHARACTERS or len(config.survivors) > MAX_MEMBERS:
+    num_named = max(len(config.survivors), len(config.sharers))
+    if len(config.group) > MAX_GROUP_CHARACTERS or num_named > MAX_MEMBERS:
         raise SecureAggregationError(
             f"an attempt has an id of up to {MAX_GROUP_CHARACTERS} characters and up to {MAX_MEMBERS} boards, got "
-            f"{len(config.group)} and {len(config.survivors)}"
+            f"{len(config.group)} and {num_named}"
+        )
+    if config.corrupted is not None:
+        _check_shares(config.threshold, config.corrupted, config.dropped)
+
+
+def _check_shares(threshold: float, corrupted: float, dropped: float) -> None:
+    """Checks for whom a sparse graph is made; with more corrupted boards two sums of one round could be opened."""
+    most = 2 * threshold - 1  # so that two sets of enough boards have an honest one in common
+    if not isinstance(corrupted, float) or not MIN_CORRUPTED <= corrupted <= most + ROUNDING:
+        raise SecureAggregationError(
+            f"a sparse graph must protect from a share of corrupted boards from {MIN_CORRUPTED} to {most:g} with a "
+            f"threshold of {threshold:g}, got {corrupted!r:.40}"
+        )
+    if not isinstance(dropped, float) or not 0 <= dropped <= 1 - threshold + ROUNDING:
+        raise SecureAggregationError(
+            f"the share of boards that may drop out must lie in 0 to {1 - threshold:g}, got {dropped!r:.40}"
         )
 
 
@@ -142,6 +164,16 @@ def compute_members_hash(context: bytes, adverts: Sequence[tuple[str, bytes]]) -
     for device_id, content in sorted(adverts):
         digest.update(f"{device_id}\x00{len(content)}\x00".encode() + content)
     return digest.digest()
+
+
+def compute_sharers_hash(members: bytes, sharers: Iterable[str]) -> bytes:
+    """Returns the digest of members and of those whose shares went to the others."""
+    return hashlib.sha256(b"\x00".join((b"edgefl sharers", members, *map(str.encode, sorted(sharers))))).digest()
+
+
+def make_masked_text(sharers: bytes) -> bytes:
+    """Returns what a board signs of a vector that it has masked with all that it must of these sharers."""
+    return b"\x00".join((b"edgefl masked", sharers))
 
 
 def make_survivors_text(members: bytes, survivors: Sequence[str]) -> bytes:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.core.errors import SecureAggregationError
 from edgefl.core.protocol import COORDINATOR_NAME
+from edgefl.core.secure_aggregation.graph import compute_neighbourhood, draw_holders
 from edgefl.core.secure_aggregation.keys import (
     KEY_BYTES,
     Identity,
@@ -36,8 +37,10 @@ from edgefl.core.secure_aggregation.messages import (
     check_config,
     compute_context,
     compute_members_hash,
+    compute_sharers_hash,
     compute_threshold,
     make_advert_text,
+    make_masked_text,
     make_pair_text,
     make_survivors_text,
 )
@@ -97,7 +100,18 @@ class ConsentRecorder:
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """Secrets of one attempt, and what has come of the other boards."""
+    """Secrets of one attempt, and what has come of the other boards.
+
+    Attributes:
+        members_hash: of the members' keys.
+        sum_hash: of what a consent is to; where boards draw others of the sharers, too.
+        threshold: of the members, left at every step.
+        holders: boards that have shares of this one's secrets.
+        num_needed: of these, to open a secret.
+        neighbours: boards to mask with.
+        sharers: boards whose shares went to those that they have drawn.
+        shares: of this board and of those that have drawn it.
+    """
 
     context: bytes
     share_key: bytes
@@ -106,8 +120,13 @@ class _Attempt:
     advert: bytes
     members: dict[str, Advert] = field(default_factory=dict)
     members_hash: bytes = b""
+    sum_hash: bytes = b""
     threshold: int = 0
+    holders: tuple[str, ...] = ()
+    num_needed: int = 0
+    neighbours: frozenset[str] = frozenset()
     shares: dict[str, bytes] = field(default_factory=dict)
+    sharers: frozenset[str] = frozenset()
     is_masked: bool = False
 
 
@@ -143,7 +162,7 @@ class Participant:
             case SecureStep.SHARES:
                 found = self._share_secrets(self._get_attempt(run, config), config, bodies)
             case SecureStep.CONSENT:
-                found = {COORDINATOR_NAME: self._consent(self._get_attempt(run, config), run, config)}
+                found = {COORDINATOR_NAME: self._consent(self._get_attempt(run, config), run, config, bodies)}
             case _:
                 found = {COORDINATOR_NAME: self._unmask(self._get_attempt(run, config), run, config, bodies)}
         return self._send(config, found)
@@ -159,8 +178,15 @@ class Participant:
             raise SecureAggregationError("the update of this attempt was sent already, or is asked for other members")
         if not bodies.keys() <= attempt.members.keys() or self._name not in bodies:
             raise SecureAggregationError("shares came of boards that are no members, or not of this one")
-        self._check_enough(attempt, bodies)
+        sharers = {*bodies} if config.corrupted is None else self._get_sharers(attempt, config, bodies)
+        self._check_enough(attempt, sharers)
         attempt.shares = {sender: self._decrypt(attempt, sender, body) for sender, body in bodies.items()}
+        attempt.sharers = frozenset(sharers)
+        attempt.neighbours = frozenset(bodies.keys() | (sharers & set(attempt.holders))) - {self._name}
+        is_complete = config.corrupted is None
+        attempt.sum_hash = (
+            attempt.members_hash if is_complete else compute_sharers_hash(attempt.members_hash, sharers)
+        )
 
     def mask(self, run: str, config: SecureAggregationConfig, words: Array) -> tuple[PeerMessage, ...]:
         """Returns the message with an update's vector [words] of uint32, which is masked in place.
@@ -172,12 +198,25 @@ class Participant:
         if attempt.is_masked or not attempt.shares:
             raise SecureAggregationError("the update of this attempt was sent already, or no shares came before it")
         attempt.is_masked = True
-        for other in attempt.shares:
-            if other != self._name:
-                key = self._agree(attempt, attempt.mask_key, attempt.members[other].mask_key, b"mask", other)
-                add_mask(words, key, sign=1 if self._name < other else -1)
+        for other in attempt.neighbours:
+            key = self._agree(attempt, attempt.mask_key, attempt.members[other].mask_key, b"mask", other)
+            add_mask(words, key, sign=1 if self._name < other else -1)
         add_mask(words, derive_key(attempt.seed, attempt.context))
-        return self._send(config, {COORDINATOR_NAME: words.astype("<u4", copy=False).tobytes()})
+        signature = b"" if config.corrupted is None else self._identity.sign(make_masked_text(attempt.sum_hash))
+        return self._send(config, {COORDINATOR_NAME: words.astype("<u4", copy=False).tobytes() + signature})
+
+    def _get_sharers(self, attempt: _Attempt, config: SecureAggregationConfig, bodies: Bodies) -> set[str]:
+        """Returns the sharers that the coordinator names, among whom enough hold this board's shares."""
+        sharers = set(config.sharers)
+        if len(sharers) < len(config.sharers) or not bodies.keys() <= sharers <= attempt.members.keys():
+            raise SecureAggregationError("the boards that have shared are named twice, are no members, or are others")
+        num_holding = len(sharers & set(attempt.holders))
+        if num_holding < attempt.num_needed:
+            raise SecureAggregationError(
+                f"{num_holding} of the {len(attempt.holders)} boards with this one's shares are left, at least "
+                f"{attempt.num_needed} are needed"
+            )
+        return sharers
 
     def _read(self, config: SecureAggregationConfig, messages: Sequence[PeerMessage]) -> dict[str, bytes]:
         check_config(config)
@@ -196,7 +235,7 @@ class Participant:
             raise SecureAggregationError("this board has no keys of this attempt: it restarted, or began another one")
         return attempt
 
-    def _check_enough(self, attempt: _Attempt, boards: Mapping[str, object] | Sequence[str]) -> None:
+    def _check_enough(self, attempt: _Attempt, boards: Collection[str]) -> None:
         if len(boards) < attempt.threshold:
             raise SecureAggregationError(
                 f"{len(boards)} of {len(attempt.members)} boards are left, at least {attempt.threshold} are needed"
@@ -235,12 +274,15 @@ class Participant:
             raise SecureAggregationError("two members have the same key")
         attempt.members, attempt.members_hash = members, compute_members_hash(attempt.context, [*bodies.items()])
         attempt.threshold = compute_threshold(len(members), config.threshold)
-        points = range(1, len(members) + 1)
-        keys = split_secret(attempt.mask_key, points, attempt.threshold)
-        seeds = split_secret(attempt.seed, points, attempt.threshold)
+        found = compute_neighbourhood(len(members), config)
+        attempt.holders, attempt.num_needed = draw_holders(self._name, [*members], found.num_holders), found.threshold
+        places = {name: place for place, name in enumerate(members, start=1)}
+        points = [places[name] for name in attempt.holders]
+        keys = split_secret(attempt.mask_key, points, attempt.num_needed)
+        seeds = split_secret(attempt.seed, points, attempt.num_needed)
         return {
             name: self._encrypt(attempt, name, key + seed)
-            for name, key, seed in zip(members, keys, seeds, strict=True)
+            for name, key, seed in zip(attempt.holders, keys, seeds, strict=True)
         }
 
     def _verify_advert(self, attempt: _Attempt, name: str, content: bytes) -> Advert:
@@ -277,17 +319,29 @@ class Participant:
     def _make_consent(self, attempt: _Attempt, config: SecureAggregationConfig) -> tuple[bytes, Consent]:
         """Returns the text of a consent, and what is kept of it."""
         survivors = config.survivors
-        is_known = attempt.is_masked and attempt.shares.keys() >= set(survivors) and self._name in survivors
+        sharers = attempt.sharers
+        is_known = attempt.is_masked and sharers >= set(survivors) and self._name in survivors
         if not is_known or len(set(survivors)) < len(survivors):
             raise SecureAggregationError("the boards of the sum are not those whose shares came, this one among them")
         self._check_enough(attempt, survivors)
-        text = make_survivors_text(attempt.members_hash, survivors)
+        text = make_survivors_text(attempt.sum_hash, survivors)
         return text, Consent(version=config.version, digest=hashlib.sha256(text).hexdigest())
 
-    def _consent(self, attempt: _Attempt, run: str, config: SecureAggregationConfig) -> bytes:
+    def _consent(self, attempt: _Attempt, run: str, config: SecureAggregationConfig, signatures: Bodies) -> bytes:
         text, consent = self._make_consent(attempt, config)
+        if config.corrupted is not None:
+            self._verify_masked(attempt, config.survivors, signatures)
         self._recorder.record(run, consent)
         return self._identity.sign(text)
+
+    def _verify_masked(self, attempt: _Attempt, survivors: Sequence[str], signatures: Bodies) -> None:
+        """Verifies that each board whose seed this one could open has masked with the sharers that this one knows.
+
+        A coordinator that names others to a board cuts masks out of its vector.
+        """
+        text = make_masked_text(attempt.sum_hash)
+        for name in attempt.shares.keys() & set(survivors) - {self._name}:
+            self._identity.verify(name, attempt.members[name].certificate, text, signatures.get(name, b""))
 
     def _unmask(self, attempt: _Attempt, run: str, config: SecureAggregationConfig, signatures: Bodies) -> bytes:
         """Returns a share of each board's seed where it is in the sum, else of its key; never of both."""

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from edgefl.strategies.aggregation import apply_step
 from edgefl.strategies.strategy_config import MAX_WAIT_S, TICK_S
 from edgefl.strategies.synchronous.round_state import RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
+
+if TYPE_CHECKING:
+    from edgefl.core.secure_aggregation.graph import Neighbourhood
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class SecureAttempt:
         shares: board -> receiver -> the shares for it, encrypted.
         survivors: board -> assignment of its update.
         total: [words] uint32, the sum of the masked updates; empty before the first.
+        masked: board -> its signature of which boards it has masked with, in a sparse graph.
         signatures: board -> its consent.
         openings: board -> what it gave out.
         is_over: the round closes.
@@ -86,6 +90,7 @@ class SecureAttempt:
     shares: dict[str, Bodies] = field(default_factory=dict)
     survivors: dict[str, str] = field(default_factory=dict)
     total: Array = field(default_factory=lambda: np.zeros(0, np.uint32))
+    masked: Bodies = field(default_factory=dict)
     signatures: Bodies = field(default_factory=dict)
     openings: Bodies = field(default_factory=dict)
     is_over: bool = False
@@ -148,7 +153,7 @@ class SecureRounds(SynchronousStrategy[SecureState]):
     def aggregate(self, state: SecureState) -> SecureState:
         attempt, state.secure = state.secure, None
         assert attempt is not None
-        mean = self._open(attempt, state.model) if len(attempt.openings) else {}
+        mean = self._open(state, attempt) if len(attempt.openings) else {}
         if mean:
             apply_step(state.model, self.rules.server.step(state.moments, mean))
         state.version, state.attempt, state.num_failed = state.version + 1, 0, 0
@@ -288,7 +293,19 @@ class SecureRounds(SynchronousStrategy[SecureState]):
             max_examples=self._max_weight,
             num_members=0 if attempt.step in {SecureStep.KEYS, SecureStep.SHARES} else len(attempt.adverts),
             survivors=tuple(sorted(attempt.survivors)) if has_survivors else (),
+            corrupted=self.secure.corrupted if self.is_sparse else None,
+            dropped=self.secure.dropped if self.is_sparse else 0.0,
+            sharers=tuple(sorted(attempt.shares)) if self.is_sparse and attempt.step == SecureStep.UPDATE else (),
         )
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.secure.graph == "sparse"
+
+    def _compute_neighbourhood(self, state: SecureState, attempt: SecureAttempt) -> Neighbourhood:
+        from edgefl.core.secure_aggregation.graph import compute_neighbourhood  # noqa: PLC0415 for secure runs alone
+
+        return compute_neighbourhood(len(attempt.adverts), self._make_config(state, attempt))
 
     @property
     def _max_weight(self) -> int:
@@ -298,10 +315,11 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         """Takes over what a board has answered; returns whether it is an answer."""
         name, body = update.device_id, next(iter(bodies.values()), b"")
         if attempt.step == SecureStep.SHARES:
-            if bodies.keys() == attempt.adverts.keys() and _have_shares_size(bodies):
+            is_fit = name in bodies and bodies.keys() <= attempt.adverts.keys() and _have_shares_size(bodies)
+            if is_fit and len(bodies) == self._compute_neighbourhood(state, attempt).num_holders:
                 attempt.shares[name] = bodies
             return name in attempt.shares
-        if len(bodies) != 1 or not _has_fit_size(attempt, body):
+        if len(bodies) != 1 or not _has_fit_size(attempt, name, body):
             return False
         match attempt.step:
             case SecureStep.KEYS if body:
@@ -309,12 +327,25 @@ class SecureRounds(SynchronousStrategy[SecureState]):
             case SecureStep.KEYS:
                 attempt.spent.add(name)
             case SecureStep.UPDATE:
-                return self._add_vector(state, attempt, update, body)
+                vector, signature = self._split_vector(state, body)
+                if signature:
+                    attempt.masked[name] = signature
+                return self._add_vector(state, attempt, update, vector)
             case SecureStep.CONSENT:
                 attempt.signatures[name] = body
             case _:
                 attempt.openings[name] = body
         return True
+
+    def _split_vector(self, state: SecureState, body: bytes) -> tuple[bytes, bytes]:
+        """Returns the vector and the signature of an update; nothing where their sizes cannot be."""
+        from edgefl.core.secure_aggregation.messages import MAX_SIGNATURE_BYTES  # noqa: PLC0415 for secure runs alone
+        from edgefl.core.secure_aggregation.ring import WORD_BYTES, count_words  # noqa: PLC0415 likewise
+
+        size = WORD_BYTES * count_words(state.model)
+        if (0 < len(body) - size <= MAX_SIGNATURE_BYTES) if self.is_sparse else len(body) == size:
+            return body[:size], body[size:]
+        return b"", b""
 
     @staticmethod
     def _add_vector(state: SecureState, attempt: SecureAttempt, update: Update, body: bytes) -> bool:
@@ -329,10 +360,9 @@ class SecureRounds(SynchronousStrategy[SecureState]):
         attempt.survivors[update.device_id] = update.assignment_id
         return True
 
-    def _open(self, attempt: SecureAttempt, model: Mapping[str, Array]) -> dict[str, Array]:
+    def _open(self, state: SecureState, attempt: SecureAttempt) -> dict[str, Array]:
         """Returns the mean of the survivors' updates; nothing where it cannot be opened, or makes no sense."""
         from edgefl.core.secure_aggregation.aggregator import unmask_sum  # noqa: PLC0415 likewise
-        from edgefl.core.secure_aggregation.messages import compute_threshold  # noqa: PLC0415 likewise
         from edgefl.core.secure_aggregation.ring import decode_mean  # noqa: PLC0415 likewise
 
         num_members = len(attempt.adverts)
@@ -340,14 +370,14 @@ class SecureRounds(SynchronousStrategy[SecureState]):
             unmask_sum(
                 attempt.total,
                 adverts=attempt.adverts,
-                sharers=[*attempt.shares],
-                survivors=[*attempt.survivors],
+                holders=attempt.shares,
+                survivors=attempt.survivors,
                 openings=attempt.openings,
-                threshold=compute_threshold(num_members, self.secure.threshold),
+                threshold=self._compute_neighbourhood(state, attempt).threshold,
             )
             return decode_mean(
                 attempt.total,
-                model,
+                state.model,
                 num_added=len(attempt.survivors),
                 max_weight=self._max_weight,
                 clip=self.secure.clip,
@@ -367,7 +397,7 @@ def _have_shares_size(bodies: Bodies) -> bool:
     return all(len(body) == ENCRYPTED_PAIR_BYTES for body in bodies.values())
 
 
-def _has_fit_size(attempt: SecureAttempt, body: bytes) -> bool:
+def _has_fit_size(attempt: SecureAttempt, name: str, body: bytes) -> bool:
     """Returns whether an answer to the present step has a size that it can have; those of vectors are not known."""
     from edgefl.core.secure_aggregation.messages import MAX_SIGNATURE_BYTES, Advert  # noqa: PLC0415 likewise
     from edgefl.core.secure_aggregation.shamir import SHARE_BYTES  # noqa: PLC0415 likewise
@@ -381,7 +411,7 @@ def _has_fit_size(attempt: SecureAttempt, body: bytes) -> bool:
         case SecureStep.CONSENT:
             return 0 < len(body) <= MAX_SIGNATURE_BYTES
         case SecureStep.UNMASK:
-            return len(body) == SHARE_BYTES * len(attempt.shares)
+            return len(body) == SHARE_BYTES * sum(name in holders for holders in attempt.shares.values())
     return True
 
 
@@ -416,10 +446,19 @@ def _make_bodies(attempt: SecureAttempt, left: Sequence[str]) -> dict[str, Bodie
     """Returns what each board that has answered the present step is sent in the next one: sender -> message."""
     match attempt.step:
         case SecureStep.SHARES:
-            return {name: {sender: bodies[name] for sender, bodies in attempt.shares.items()} for name in left}
+            return {name: _list_held(attempt.shares, name) for name in left}
         case SecureStep.UPDATE:
-            return {name: {} for name in left}
+            held = {name: _list_held(attempt.shares, name) for name in left}
+            return {
+                name: {other: attempt.masked[other] for other in held[name] if other in attempt.masked}
+                for name in left
+            }
     return dict.fromkeys(left, attempt.adverts if attempt.step == SecureStep.KEYS else attempt.signatures)
+
+
+def _list_held(shares: Mapping[str, Bodies], board: str) -> Bodies:
+    """Returns sharer -> its shares for a board."""
+    return {sender: bodies[board] for sender, bodies in shares.items() if board in bodies}
 
 
 def make_secure_rounds(strategy: SynchronousStrategy[RoundState], section: SecureAggregationSection) -> SecureRounds:

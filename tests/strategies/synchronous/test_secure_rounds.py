@@ -25,8 +25,8 @@ UPDATES = {"a": [0.5, 0.25], "b": [0.1, -0.2], "c": [-0.3, 0.4], "d": [0.05, 0.0
 EXAMPLES = {"a": 10, "b": 20, "c": 30, "d": 40}
 
 
-def make_rounds(name="fedavg", **rules):
-    section = SecureAggregationSection(enabled=True, threshold=0.6)
+def make_rounds(name="fedavg", graph="complete", **rules):
+    section = SecureAggregationSection(enabled=True, threshold=0.6, graph=graph)
     return make_secure_rounds(make_strategy(name, {"iterations": 1}, RoundRules(**rules)), section)
 
 
@@ -71,16 +71,29 @@ class Fleet:
             orders = self.assign()
             if not orders or orders[0].plan.secure.step == until:
                 return orders
-            self.log.append((orders[0].plan.secure.step, sorted(order.device_id for order in orders)))
-            for order in orders:
-                if order.plan.secure.group != "v0-a1" or (order.plan.secure.step, order.device_id) not in lost:
-                    self.answer(order)
+            self.play_orders(orders, lost)
         raise AssertionError("the round does not end")
+
+    def play_orders(self, orders, lost=()):
+        self.log.append((orders[0].plan.secure.step, sorted(order.device_id for order in orders)))
+        for order in orders:
+            if order.plan.secure.group != "v0-a1" or (order.plan.secure.step, order.device_id) not in lost:
+                self.answer(order)
 
     def close(self):
         assert self.strategy.ready(self.state, view_of(*self.names))
         self.state = self.strategy.aggregate(self.state)
         return self.state
+
+
+NUMBERED = [f"b{number:02}" for number in range(20)]
+
+
+def make_large_fleet():
+    """Returns 20 boards, each of which shares with few."""
+    for number, name in enumerate(NUMBERED):
+        UPDATES[name], EXAMPLES[name] = [0.01 * number, -0.02 * number], 10 + number
+    return Fleet(make_rounds(graph="sparse"), NUMBERED)
 
 
 def compute_mean(names, weights=EXAMPLES):
@@ -114,6 +127,42 @@ def test_a_board_that_is_lost_at_any_step_is_left_out_or_does_not_matter(step):
     fleet.play(lost={(step, "b")})
     in_sum = NAMES if step in {SecureStep.CONSENT, SecureStep.UNMASK} else ("a", "c", "d")
     np.testing.assert_allclose(fleet.close().model["w"], compute_mean(in_sum), atol=1e-6)
+
+
+@pytest.mark.parametrize("step", list(SecureStep))
+def test_boards_of_a_sparse_graph_that_are_lost_at_any_step_are_left_out_or_do_not_matter(step):
+    fleet = make_large_fleet()
+    orders = fleet.play(lost={(step, "b03"), (step, "b07")}, until=SecureStep.UPDATE)
+    if orders:
+        assert {len(order.plan.messages) for order in orders} != {len(orders)}
+        assert all(len(found) < 15 for found in fleet.state.secure.shares.values())
+        fleet.play_orders(orders, {(step, "b03"), (step, "b07")})
+    fleet.play(lost={(step, "b03"), (step, "b07")})
+    lost = set() if step in {SecureStep.CONSENT, SecureStep.UNMASK} else {"b03", "b07"}
+    np.testing.assert_allclose(
+        fleet.close().model["w"], compute_mean([name for name in NUMBERED if name not in lost]), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("change", [lambda found: found[0].body[:-64], lambda found: found[0].body + bytes(200)])
+def test_a_vector_of_a_sparse_graph_without_one_signature_is_left_out(change):
+    fleet = make_large_fleet()
+    for order in fleet.play(until=SecureStep.UPDATE):
+        is_other = order.device_id == "b03"
+        fleet.answer(
+            order, lambda found, is_other=is_other: reshape(lambda _: change(found))(found) if is_other else found
+        )
+    fleet.play()
+    expected = compute_mean([name for name in NUMBERED if name != "b03"])
+    np.testing.assert_allclose(fleet.close().model["w"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_shares_for_another_number_of_boards_than_the_graph_s_are_left_out(count):
+    fleet = make_large_fleet()
+    for order in fleet.play(until=SecureStep.SHARES):
+        fleet.answer(order, lambda found, name=order.device_id: found[count:] if name == "b03" else found)
+    assert {order.device_id for order in fleet.assign()} == {*NUMBERED} - {"b03"}
 
 
 def test_too_few_boards_before_a_consent_make_another_attempt_with_new_keys():
