@@ -93,10 +93,10 @@ def _log_binomial(table: Array, n: Array | int, k: Array | int) -> Array:
     return np.where(k > n, -np.inf, found)
 
 
-def _count_tail(table: Array, num_members: int, num_marked: int, num_drawn: int) -> Array:
-    """Returns log2 P[at least x of the drawn are marked], by x from 0 to `num_drawn` + 1, where it is -inf."""
-    counts = np.arange(num_drawn + 1)
+def _count_tail(table: Array, num_members: int, num_marked: int, num_sampled: int) -> Array:
+    """Returns log2 P[at least x of the drawn are marked], by x from 0 to `num_sampled` + 1, where it is -inf."""
+    counts = np.arange(num_sampled + 1)
     chances = _log_binomial(table, num_marked, counts)
-    chances = chances + _log_binomial(table, num_members - num_marked, num_drawn - counts)
-    chances = chances - _log_binomial(table, num_members, num_drawn)
+    chances = chances + _log_binomial(table, num_members - num_marked, num_sampled - counts)
+    chances = chances - _log_binomial(table, num_members, num_sampled)
     return np.concatenate([np.logaddexp2.accumulate(chances[::-1])[::-1], [-np.inf]])
