@@ -25,7 +25,8 @@ from edgefl.core.errors import RunFailedError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.client.sources import Source
-    from edgefl.simulation.advice.advice import Advice, Quantity
+    from edgefl.core.config import Quantity
+    from edgefl.simulation.advice.advice import Advice
     from edgefl.simulation.sweep import SweepOutcome
     from edgefl.strategies.correlated_noise import ParticipationLimits
 
@@ -73,9 +74,7 @@ def _parse_budgets(
 @click.option(
     "--minimise",
     type=click.Choice(["time", "bytes", "energy"]),
-    default="time",
-    show_default=True,
-    help="What counts.",
+    help="What counts [default: the run file's strategy.minimise, else time].",
 )
 @click.option(
     "--budget",

@@ -180,12 +180,19 @@ def simulate(  # noqa: PLR0913 one per option
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
     use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
-    from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import make_reference, read_scales, settle_strategy  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
     config = apply_options(load_run(file), test, seed, faults, **places)
     is_cut = devices is not None or data is not None or scheme is not None
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
+    with silence_recorder():
+        config, reasons = settle_strategy(
+            config, devices=list_shards(shards) or devices, profiles=profiles, data=data, scheme=scheme,
+            trains=not bookkeeping_only,
+        )  # fmt: skip
+    for reason in reasons:
+        click.echo(reason, err=True)
     with silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
             config,

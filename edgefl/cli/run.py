@@ -32,11 +32,13 @@ from edgefl.cli.sources import (
 )
 from edgefl.client.fleet import RUN_COLUMNS as COLUMNS
 from edgefl.client.fleet import TERMINAL_STATUSES, check_finished, follow_run
+from edgefl.client.sources import resolve_source
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy, format_quality
 
 if TYPE_CHECKING:
+    from edgefl.core.config import RunConfig
     from edgefl.core.types import Json
 
 QUEUE_COLUMNS = ("priority", "queue_position")
@@ -100,7 +102,7 @@ def submit(  # noqa: PLR0913 the options of one command
 
     if watches and waits:
         raise UsageError("--watch shows how the run goes and --wait only its end; give one of them")
-    config = load_run(file).to_json()
+    config = _settle_strategy(load_run(file), url).to_json()
     if dry_run:
         plan = _post_file(file, "/edgefl/v1/runs/plan", {"config": config}, url)
         print_plan(plan, fmt)
@@ -163,6 +165,24 @@ def submit_flower_app(  # noqa: PLR0913 the options of one command
     echo(run["run_id"])
     if watches:
         _watch_run(run["run_id"], url)
+
+
+def _settle_strategy(config: RunConfig, url: str | None) -> RunConfig:
+    """Returns the settings without `auto`, having said what an advice chose in its place and why."""
+    from edgefl.core.config import AUTO_STRATEGY  # noqa: PLC0415 fast start
+
+    if config.strategy.name != AUTO_STRATEGY:
+        return config
+    from edgefl.cli.experiments import silence_recorder, use_one_thread  # noqa: PLC0415 fast start
+
+    use_one_thread()
+    from edgefl.client.advice import settle_strategy  # noqa: PLC0415 fast start
+
+    with silence_recorder():
+        choice = settle_strategy(config, resolve_source(None, url))
+    for reason in choice.reasons:
+        echo(reason, err=True)
+    return choice.config
 
 
 def _post_file(file: Path, path: str, body: Json, url: str | None) -> Json:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgefl.core.errors import DataError
+
 if TYPE_CHECKING:
     from edgefl.client.sources import Source
-    from edgefl.core.config import RunConfig
+    from edgefl.core.config import Quantity, RunConfig
     from edgefl.core.types import Json
-    from edgefl.simulation.advice.advice import Advice, Quantity
+    from edgefl.simulation.advice.advice import Advice
+    from edgefl.simulation.advice.automatic import Choice
     from edgefl.simulation.advice.boards import MeasuredBoard
     from edgefl.simulation.sweep import SweepOutcome
 
@@ -37,7 +40,7 @@ def advise(  # noqa: PLR0913 the options of the command line, all by name
     source: Source | None = None,
     *,
     goal: str | None = None,
-    minimise: Quantity = "time",
+    minimise: Quantity | None = None,
     budgets: Mapping[Quantity, float] | None = None,
     seconds: float = 60.0,
     num_jobs: int | None = None,
@@ -54,7 +57,7 @@ def advise(  # noqa: PLR0913 the options of the command line, all by name
         config: a run file, its tables, or the result of `config.load_run`.
         source: of a fleet whose boards are meant, as its history measured them; None for described boards.
         goal: of a metric, such as `accuracy >= 0.9`; None for the run file's own, else what it comes to.
-        minimise: time, bytes or energy.
+        minimise: time, bytes or energy; None for the run file's `strategy.minimise`, else time.
         budgets: most seconds, bytes or joules, by quantity.
         seconds: that the advice may take.
         num_jobs: simulations side by side; one for each core when None.
@@ -70,11 +73,13 @@ def advise(  # noqa: PLR0913 the options of the command line, all by name
     """
     from edgefl.core.config import make_run_config  # noqa: PLC0415 fast start
     from edgefl.simulation.advice import advice  # noqa: PLC0415 likewise
-    from edgefl.simulation.simulated_run import count_cores, default_root  # noqa: PLC0415 likewise
+    from edgefl.simulation.advice.automatic import make_base  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import count_cores  # noqa: PLC0415 likewise
 
-    started_s, run_config = time.monotonic(), make_run_config(config)
+    started_s = time.monotonic()
+    run_config, own_quantity = make_base(make_run_config(config))
     task = run_config.run.task
-    folder = Path(default_root() / "advice" if root is None else root).expanduser().resolve()
+    folder = _find_folder(root)
     fleet = advice.describe_fleet(
         run_config,
         folder,
@@ -86,13 +91,58 @@ def advise(  # noqa: PLR0913 the options of the command line, all by name
     )
     request = advice.Request(
         goal=goal,
-        minimise=minimise,
+        minimise=minimise or own_quantity,
         budgets=budgets or {},
         seconds=max(1.0, seconds - (time.monotonic() - started_s)),
         num_jobs=num_jobs or count_cores(),
     )
     corrections = {} if source is None else compute_corrections(read_errors(source), task)
     return advice.advise(fleet, request, folder, clock=time.monotonic, corrections=corrections, on_end=on_end)
+
+
+def settle_strategy(
+    config: RunConfig, source: Source, *, seconds: float | None = None, root: str | Path | None = None
+) -> Choice:
+    """Returns a run file without `auto`: with the strategy, codec and work chosen for a fleet, and the reasons.
+
+    A run file that names a strategy comes back as it is, without reasons.
+
+    Args:
+        config: the run file.
+        source: of the fleet, whose history says how fast its boards are.
+        seconds: that it may take; below a minute when None.
+        root: as of `advise`.
+
+    Raises:
+        DataError: no board has trained the task yet.
+        RunFailedError: no candidate reached the goal.
+        EdgeflError: as `advise`.
+    """
+    from edgefl.core.config import AUTO_STRATEGY  # noqa: PLC0415 fast start
+    from edgefl.simulation.advice.automatic import AUTO_SECONDS, Choice, choose_settings  # noqa: PLC0415 likewise
+
+    if config.strategy.name != AUTO_STRATEGY:
+        return Choice(config=config, reasons=())
+    started_s, task = time.monotonic(), config.run.task
+    try:
+        measured = read_measured_boards(source, task)
+    except DataError as error:
+        raise DataError(f"strategy.name = {AUTO_STRATEGY!r}: {error}") from None
+    return choose_settings(
+        config,
+        _find_folder(root),
+        clock=time.monotonic,
+        seconds=(AUTO_SECONDS if seconds is None else seconds) - (time.monotonic() - started_s),
+        measured=measured,
+        corrections=compute_corrections(read_errors(source), task),
+    )
+
+
+def _find_folder(root: str | Path | None) -> Path:
+    """Returns where simulated runs of advice are kept."""
+    from edgefl.simulation.simulated_run import ADVICE_FOLDER, default_root  # noqa: PLC0415 fast start
+
+    return Path(default_root() / ADVICE_FOLDER if root is None else root).expanduser().resolve()
 
 
 def read_measured_boards(source: Source, task: str) -> list[MeasuredBoard]:

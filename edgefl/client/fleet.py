@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import logging
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from edgefl.simulation.advice.advice import Advice
     from edgefl.storage.queries.columns import HistoryFilters
     from edgefl.tasks.export.model_export import OnnxExportable
+
+log = logging.getLogger(__name__)
 
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 POLL_S = 0.5
@@ -206,6 +209,9 @@ class Fleet:
     def submit(self, config: RunConfig | Mapping[str, Any] | str | Path, *, priority: int = 0) -> Run:
         """Queues a run and returns it.
 
+        With `[strategy] name = "auto"` it first chooses strategy, codec and local work, as `advise` does; that takes
+        up to a minute, and the log says why.
+
         Args:
             config: a run file, its tables, or the result of `config.load_run`.
             priority: of the runs that wait the highest begins first.
@@ -213,11 +219,18 @@ class Fleet:
         Raises:
             ConfigError: the run file is wrong, or the coordinator refuses it.
             NotAllowedError: the token may only read.
+            DataError: with `auto`, no board has trained the task yet.
+            RunFailedError: with `auto`, no candidate reached the goal.
         """
-        from edgefl.core.config import make_run_config  # noqa: PLC0415 fast start
+        from edgefl.client.advice import settle_strategy  # noqa: PLC0415 fast start
+        from edgefl.core.config import make_run_config  # noqa: PLC0415 likewise
 
-        body = {"config": make_run_config(config).to_json(), "priority": priority}
-        return Run(self, self.client.post("/edgefl/v1/runs", body)["run_id"])
+        client = self.client  # a directory is refused before anything is computed
+        choice = settle_strategy(make_run_config(config), self.source)
+        for reason in choice.reasons:
+            log.info("%s", reason)
+        body = {"config": choice.config.to_json(), "priority": priority}
+        return Run(self, client.post("/edgefl/v1/runs", body)["run_id"])
 
     def simulate(self, config: RunConfig | Mapping[str, Any] | str | Path, **options: Any) -> Run:
         """Trains on a simulated fleet on this machine, and returns that run.

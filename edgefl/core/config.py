@@ -46,6 +46,7 @@ SecureGraph = Literal["complete", "sparse"]
 PrivacyMechanism = Literal["gaussian", "dp-ftrl"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
+Quantity = Literal["time", "bytes", "energy"]
 
 DEFAULT_ROUNDS = 10
 DEFAULT_RANK = 8
@@ -55,6 +56,8 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):[0-9]{1,5}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,119}", re.ASCII)
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
+AUTO_STRATEGY = "auto"
+"""Name in `[strategy]` in whose place an advice puts another before the run is submitted."""
 JOB_STRATEGY = "job"
 """What a run of a job has in place of a strategy's name."""
 JOB_RUN_SETTINGS = frozenset({"name", "seconds", "bytes", "max_state_bytes"})
@@ -149,7 +152,8 @@ class StrategySection:
     """`[strategy]`: its name, and options that the strategy checks itself.
 
     Attributes:
-        name: of the strategy.
+        name: of the strategy; with `auto` an advice chooses strategy, codec and local work before the run is
+            submitted, and the option `minimise` says whether for time, bytes or energy.
         preset: `paper` stands for the settings of the strategy's paper, also of the other tables; `atomo` and
             `parallel-sgd` for those of these systems. The run file's own take precedence.
         options: all other keys.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgefl.core.analyses import ANALYSES
+from edgefl.core.config import AUTO_STRATEGY
 from edgefl.core.errors import StrategyError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import check_options, list_options
@@ -86,6 +87,11 @@ def find_strategy(name: str) -> type[Any]:
         return built_in
     if name in ANALYSES:
         return ANALYSES[name]
+    if name == AUTO_STRATEGY:
+        raise StrategyError(
+            'strategy.name = "auto" is replaced before a run is submitted, by edgefl run submit, fleet.submit and '
+            "edgefl simulate; here it must be a strategy, such as one that edgefl advise run names"
+        )
     return find_extension(KIND, name, list_strategy_names())
 
 

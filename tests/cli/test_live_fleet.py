@@ -408,6 +408,23 @@ def test_a_dry_run_of_a_run_that_would_not_start_says_so_last_and_ends_with_41(e
     assert edgefl("run", "submit", run_file("soon"), "--dry-run").code == 0
 
 
+def test_auto_is_chosen_by_what_the_boards_took_and_stored_in_full(edgefl, run_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))  # simulated runs are kept there
+    assert edgefl("run", "submit", run_file("measures", rounds=2), "--wait").code == 0
+    file = run_file("chosen", more='[strategy]\nname = "auto"\nlearning_rate = 0.2', rounds=2)
+    planned = edgefl("run", "submit", file, "--dry-run", "--format", "json")
+    assert planned.code == 0, planned.err
+    assert "strategy.name = 'auto' is " in planned.err
+    ran = edgefl("run", "submit", file, "--wait", "--format", "json")
+    assert ran.code == 0, ran.err
+    (run,) = ran.rows
+    stored = edgefl("run", "show", run["run_id"], "--format", "json").rows[0]["config"]
+    assert stored["strategy"]["name"] == run["strategy"] != "auto"
+    assert "minimise" not in stored["strategy"]
+    assert f"strategy.name = 'auto' is {run['strategy']}, " in ran.err
+    assert stored["advice"]["seconds"] > 0
+
+
 def test_settings_that_only_the_coordinator_knows_are_named_with_file_and_line_too(edgefl, run_file):
     file = run_file("typo", more='[strategy]\nlearnign_rate = 0.1\nepochs = "two"')
     for dry in ((), ("--dry-run",)):

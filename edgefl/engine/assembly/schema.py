@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from edgefl.core.config import (
+    AUTO_STRATEGY,
+    Quantity,
     RunConfig,
     StrategySection,
 )
@@ -26,18 +30,21 @@ def make_run_schema() -> Json:
     """
     schema = make_schema(list_options(RunConfig), RunConfig.__doc__)
     strategy, name_schema = schema["properties"]["strategy"], {"type": "string", "default": StrategySection().name}
-    strategy["properties"]["name"] = {**name_schema, "examples": list_strategy_names()}
+    strategy["properties"]["name"] = {**name_schema, "examples": [*list_strategy_names(), AUTO_STRATEGY]}
     strategy["allOf"] = []
     shared = make_schema(list_options(StrategyConfig), StrategyConfig.__doc__)["properties"]
-    for name in list_strategy_names():
+    for name in (*list_strategy_names(), AUTO_STRATEGY):
+        is_auto = name == AUTO_STRATEGY
         try:
-            found = find_strategy(name)
+            found = find_strategy(name_schema["default"] if is_auto else name)
             options = make_schema(list_options(found), found.__doc__)
         except EdgeflError:  # a broken package must not hide the others
             continue
         for key, option in options["properties"].items():
             if "description" in shared.get(key, {}):
                 option.setdefault("description", shared[key]["description"])
+        if is_auto:
+            options["properties"]["minimise"] = {"enum": [*get_args(Quantity)], "default": "time"}
         options["properties"]["name"] = {"const": name}
         is_default = name == name_schema["default"]
         condition = {"properties": {"name": {"const": name}}, "required": [] if is_default else ["name"]}

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.registry import AUTO
 from edgefl.coordinator.runs.planning import compute_bytes_per_device, count_needed_memory
-from edgefl.core.config import AdviceSection, RunConfig
+from edgefl.core.config import AdviceSection, Quantity, RunConfig
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError
 from edgefl.engine.assembly.build import build_run
 from edgefl.engine.assembly.components import RunComponents
@@ -49,7 +49,6 @@ from edgefl.simulation.sweep import (
 from edgefl.strategies.registry import get_settings
 from edgefl.system.atomic_files import write_atomic
 
-Quantity = Literal["time", "bytes", "energy"]
 QUANTITIES: tuple[Quantity, ...] = ("time", "bytes", "energy")
 DEFAULT_SECONDS = 60.0
 MAX_SIMULATED = 12
@@ -641,11 +640,11 @@ def _make_own_goal(outcome: SweepOutcome, option: Option) -> MetricGoal:
     if not outcome.is_finished:
         raise RunFailedError(
             f"the run file as it is did not end ({outcome.reason}), so nothing says what is to be reached: give "
-            "--goal, more --seconds or fewer run.rounds"
+            "--goal, or run.accuracy or run.until, more --seconds or fewer run.rounds"
         )
     if option.quality is None:
         raise RunFailedError(
-            "the run file as it is has no accuracy at its end: give --goal with a metric of the task"
+            "the run file as it is has no accuracy at its end: give --goal, or run.until, with a metric of the task"
         )
     return MetricGoal(name="accuracy", limit=option.quality, is_max=True)
 

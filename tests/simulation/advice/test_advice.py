@@ -271,7 +271,10 @@ def test_a_goal_out_of_reach_is_said_with_the_nearest_and_writes_no_file(ask, de
 @simulated
 def test_without_time_it_says_what_did_not_end(ask):
     endless = {"rounds": 10_000_000}
-    with pytest.raises(RunFailedError, match=r"did not end .* give --goal, more --seconds or fewer run\.rounds"):
+    with pytest.raises(
+        RunFailedError,
+        match=r"did not end .* give --goal, or run\.accuracy or run\.until, more --seconds or fewer run\.rounds",
+    ):
         ask({}, {}, seconds=0.1, run=endless)
     advice = ask({}, {}, seconds=0.1, goal="accuracy >= 0.9999", run=endless)
     assert advice.options == []
