@@ -29,12 +29,14 @@ from harness.throttled_task import NAME
 
 from edgefl.client.advice import read_errors, read_measured_boards
 from edgefl.client.sources import DirectorySource
+from edgefl.core import extensions
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import EdgeflError
 from edgefl.simulation.advice.advice import Advice, Option, Request, advise, describe_fleet
 from edgefl.simulation.local_fleet import LOOPBACK, LocalDeviceSpec, partition_devices
 
 HARNESS = Path(__file__).parent / "harness"
+sys.path.insert(0, str(HARNESS))  # the task of the devices is a module there
 FAST_LINK = Link(delay_s=0.005, bits_per_s=20e6)
 PROBE_ROUNDS = 4
 
@@ -108,7 +110,8 @@ def _measure(name: str, root: Path, arguments: argparse.Namespace) -> Outcome:
         for codec in ("dense", "int8"):
             config = _make_config(NAME, arguments, codec=codec, rounds=PROBE_ROUNDS)
             fleet.wait_for_run(fleet.submit(config))
-        boards = read_measured_boards(source, NAME)
+        with extensions.allow_modules([NAME.partition(":")[0]]):
+            boards = read_measured_boards(source, NAME)
         _say(f"{name}: advice for {', '.join(board.name for board in boards)}")
         started_s = time.perf_counter()
         config = _make_config("digits", arguments, rounds=arguments.rounds)

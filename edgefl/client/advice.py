@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,16 +153,34 @@ def read_measured_boards(source: Source, task: str) -> list[MeasuredBoard]:
         DataError: none has.
         EdgeflError: as the source raises.
     """
-    from edgefl.simulation.advice.boards import measure_boards  # noqa: PLC0415 fast start
+    from edgefl.simulation.advice.boards import compute_bodies, measure_boards  # noqa: PLC0415 fast start
 
     rows = [row for row in source.read_rows("runs") if row["task"] == task and row["num_used"]]
     run_ids = [row["run_id"] for row in rows[-MAX_RUNS:]]
     updates = [
         row for run_id in run_ids for row in source.read_newest("updates", {"run": run_id, "limit": MAX_UPDATES})
     ]
-    batch_sizes = {run_id: source.find_run(run_id).batch_size for run_id in run_ids}
+    runs = {run_id: source.find_run(run_id) for run_id in run_ids}
     capabilities = source.read_capabilities({row["device_id"] for row in updates})
-    return measure_boards(source.read_rows("devices"), updates, task, batch_sizes, capabilities=capabilities)
+    found: dict[str, tuple[int, int] | None] = {}
+    for run in runs.values():
+        if (key := _get_body_key(run.config)) not in found:
+            found[key] = compute_bodies(run.config)
+    bodies = {run_id: found[_get_body_key(run.config)] for run_id, run in runs.items()}
+    return measure_boards(
+        source.read_rows("devices"),
+        updates,
+        task,
+        {run_id: run.batch_size for run_id, run in runs.items()},
+        capabilities=capabilities,
+        bodies={run_id: body for run_id, body in bodies.items() if body is not None},
+    )
+
+
+def _get_body_key(config: Mapping[str, Any]) -> str:
+    """Returns a key of the settings on which the size of a run's models and updates depends."""
+    rest = {name: table for name, table in config.items() if name not in {"run", "strategy", "devices", "advice"}}
+    return json.dumps([config["run"]["task"], config["strategy"]["name"], rest], sort_keys=True, default=str)
 
 
 def read_errors(source: Source) -> list[Json]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,10 @@ RESERVE, WRITTEN_SHARE, LEADING_SHARE = 0.1, 0.4, 0.6
 """Of the time: for what comes before and after; for the run file as it is; of the rest for one of each strategy."""
 PATIENCE, TIGHT_PATIENCE = 3.0, 1.5
 """A candidate is given up after so many times what the run file as it is took, and later so many times the best."""
+NUM_REPEATS, NUM_REPEATED = 2, 3
+"""Further seeds, and options that are simulated with them: of many simulated once the first is a lucky one."""
+REPEAT_SHARE = 0.35
+"""Of the time that is left after one candidate of each strategy, kept for them."""
 MIN_SECONDS = 1.0
 """For simulations, where the time is over."""
 _Key = tuple[str, str, str]
@@ -76,6 +81,7 @@ class Request:
         seconds: of real time that the advice may take.
         num_jobs: simulations side by side.
         num_simulated: candidates that are simulated at most.
+        num_repeats: further seeds with which the best are simulated, in what time is left.
     """
 
     goal: str | None = None
@@ -84,6 +90,7 @@ class Request:
     seconds: float = DEFAULT_SECONDS
     num_jobs: int = 1
     num_simulated: int = MAX_SIMULATED
+    num_repeats: int = NUM_REPEATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,7 @@ class Option:
         is_within: all budgets hold.
         is_front: no other that reached the goal is as good in seconds, bytes and joules, and better in one.
         reason: why it ended.
+        num_simulations: of which seconds, rounds, bytes and joules are medians, each with a seed of its own.
     """
 
     candidate: Candidate
@@ -141,6 +149,7 @@ class Option:
     is_within: bool = True
     is_front: bool = False
     reason: str = ""
+    num_simulations: int = 1
 
     def get_cost(self, quantity: Quantity) -> float:
         """Returns what the run costs; infinite where that is not known."""
@@ -348,8 +357,18 @@ def _advise(  # noqa: PLR0913, PLR0917 those of `advise`
     options = [first, *search.try_options(leading, costs, limited, LEADING_SHARE * (deadline_s - clock()))]
     ranked = rank_options([option for option in options if option.seconds is not None], request, is_max=goal.is_max)
     more = search.choose_more(costs, ranked, [*leading, written])
-    options += search.try_options(more, costs, _tighten(limited, ranked, request), deadline_s - clock())
+    share = 1.0 - (REPEAT_SHARE if request.num_repeats else 0.0)
+    options += search.try_options(more, costs, _tighten(limited, ranked, request), share * (deadline_s - clock()))
     search.note_others(costs, options)
+    repeated: dict[_Key, Option] = {}
+    while deadline_s - clock() > MIN_SECONDS:
+        ranked = rank_options([one for one in options if one.seconds is not None], request, is_max=goal.is_max)
+        best = [one for one in ranked if one.is_reached and not (is_own_goal and one.candidate.is_written)]
+        once = [one for one in best[:NUM_REPEATED] if one.candidate.key not in repeated]
+        if not once:
+            break
+        repeated |= search.repeat(once, costs, limited, deadline_s - clock())
+        options = [repeated.get(option.candidate.key, option) for option in options]
     found = [_correct(option, corrections) for option in options if option.seconds is not None]
     request = _add_own_budgets(request, fleet.config, _correct(first, corrections) if is_own_goal else None)
     ranked = rank_options(found, request, is_max=goal.is_max)
@@ -528,6 +547,25 @@ class _Search:
             runs, self.root, on_end=self.on_end, timeout_s=max(MIN_SECONDS, timeout_s), workers=self.workers
         )
 
+    def repeat(
+        self, options: Sequence[Option], costs: Mapping[_Key, RoundCost], config: RunConfig, timeout_s: float
+    ) -> dict[_Key, Option]:
+        """Returns options with the medians over further seeds, by key; those whose repeats ended in time."""
+        run, seeds = config.run, range(1, self.request.num_repeats + 1)
+        pairs = [
+            (option, replace(config, run=replace(run, seed=run.seed + more))) for more in seeds for option in options
+        ]
+        outcomes = run_sweep(
+            [self._make_run(option.candidate, other) for option, other in pairs],
+            self.root, on_end=self.on_end, timeout_s=timeout_s, workers=self.workers,
+        )  # fmt: skip
+        found: dict[_Key, list[Option]] = {option.candidate.key: [option] for option in options}
+        for (option, _), outcome in zip(pairs, outcomes, strict=True):
+            if outcome.is_finished:
+                key = option.candidate.key
+                found[key].append(self.make_option(option.candidate, costs[key], outcome))
+        return {key: merge_simulations(group) for key, group in found.items()}
+
     def _make_run(self, candidate: Candidate, config: RunConfig) -> SweepRun:
         named = candidate.apply(config)
         named = replace(named, run=replace(named.run, name=f"advice-{config.run.task}-{candidate.strategy}"))
@@ -557,6 +595,21 @@ class _Search:
             self.left_out.append(f"{num_others} of {len(costs)} combinations, by arithmetic or as those like them")
 
 
+def merge_simulations(options: Sequence[Option]) -> Option:
+    """Returns an option by its simulations with several seeds: medians, and whether most reached the goal.
+
+    One that did not reach it counts with what it had cost by then, which is too little.
+    """
+    merged: dict[str, Any] = {}
+    for name in ("seconds", "rounds", "bytes_up", "bytes_down", "joules"):
+        known = [value for option in options if (value := getattr(option, name)) is not None]
+        if known:
+            value = statistics.median(known)
+            merged[name] = value if name in {"seconds", "joules"} else round(value)
+    is_reached = 2 * sum(option.is_reached for option in options) > len(options)
+    return replace(options[0], **merged, is_reached=is_reached, num_simulations=len(options))
+
+
 def _add_totals(
     option: Option, outcome: SweepOutcome, totals: RunTotals, fleet: AdvisedFleet, goal: MetricGoal | None
 ) -> Option:
@@ -568,12 +621,17 @@ def _add_totals(
     last = rounds[-1]["round"] if rounds else 0
     spent = [row for row in totals.updates if row["round"] <= last]
     joules = math.fsum((powers[row["device_id"]] or 0.0) * (row["compute_s"] or 0.0) for row in spent)
+    headers = dict(zip(names, fleet.measured, strict=False))
+    header_up, header_down = (
+        sum(getattr(headers[row["device_id"]], name) for row in spent) if headers else 0
+        for name in ("header_bytes_up", "header_bytes_down")
+    )
     return replace(
         option,
         seconds=rounds[-1]["closed_at"] - rounds[0]["started_at"] if rounds else None,
         rounds=len(rounds),
-        bytes_up=sum(row["bytes_up"] for row in rounds),
-        bytes_down=sum(row["bytes_down"] for row in rounds),
+        bytes_up=header_up + sum(row["bytes_up"] for row in rounds),
+        bytes_down=header_down + sum(row["bytes_down"] for row in rounds),
         joules=None if None in powers.values() else joules,
         waiting=0.0 if option.candidate.strategy in ASYNCHRONOUS else waited / max(1e-9, waited + worked),
         lost=(totals.run["num_lost"] or 0) / max(1, totals.run["num_assignments"] or 0),

@@ -10,12 +10,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from edgefl.core.config import DevicesSection
-from edgefl.core.errors import DataError
+from edgefl.compression.codec_benchmark import compute_expected_bytes
+from edgefl.compression.registry import AUTO
+from edgefl.core.config import DevicesSection, parse_run
+from edgefl.core.errors import DataError, EdgeflError
 from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Json
+from edgefl.engine.assembly.build import build_run
+from edgefl.simulation.advice.candidates import ADAPTIVE, ASYNCHRONOUS, SYNCHRONOUS
+from edgefl.simulation.advice.costs import DOUBLE_TRAFFIC
 
 ASSUMED_LATENCY_S = 0.05
 """Of an exchange, both ways together, where a board's updates had one size: nothing tells latency and rate apart."""
@@ -29,6 +34,8 @@ MAX_POWER_W = 1000.0
 MIN_SECONDS = 1e-6
 BITS_PER_BYTE = 8
 _USED = frozenset({"used", "late"})
+_ONE_MODEL = frozenset({*SYNCHRONOUS, *ADAPTIVE, *ASYNCHRONOUS} - DOUBLE_TRAFFIC)
+"""Strategies whose exchange is one model down and one update up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,10 @@ class MeasuredBoard:
         name: of the board.
         num_examples: of the task, as it reported them.
         iteration_s: seconds of an iteration, by batch size.
-        latency_s: of an exchange, both ways together; `bytes_per_s` is the rate of its link.
+        latency_s: of an exchange, both ways together, with what the coordinator takes for it; `bytes_per_s` is the
+            rate of its link.
+        header_bytes_up: of an update beside its body, and `header_bytes_down` of an instruction beside its model; 0
+            where that is not known.
         mtbf_s: mean seconds at work until it is lost; None where it never was.
         power_w: mean power while it trains; None where it reports no energy.
         max_temperature_c: the highest that an update came with; None where it reports none.
@@ -55,6 +65,8 @@ class MeasuredBoard:
     iteration_s: Mapping[int, float]
     latency_s: float
     bytes_per_s: float
+    header_bytes_up: int = 0
+    header_bytes_down: int = 0
     mtbf_s: float | None = None
     power_w: float | None = None
     max_temperature_c: float | None = None
@@ -88,6 +100,7 @@ def measure_boards(
     batch_sizes: Mapping[str, int | None],
     *,
     capabilities: Mapping[str, Mapping[str, Any]] | None = None,
+    bodies: Mapping[str, tuple[int, int]] | None = None,
 ) -> list[MeasuredBoard]:
     """Returns the boards that have trained a task, in the order of their names.
 
@@ -97,6 +110,8 @@ def measure_boards(
         task: of which the examples count.
         batch_sizes: by run; updates of a run without one count as of batches of 32.
         capabilities: as boards reported them, by board; of those that are absent memory and accelerators are unknown.
+        bodies: bytes of an update and of a model alone, by run, as `compute_bodies` gives them; what rows of these
+            runs have more is headers.
 
     Raises:
         DataError: no board has trained the task.
@@ -110,7 +125,7 @@ def measure_boards(
         for row in sorted(devices, key=lambda row: str(row["device_id"]))
         if row["role"] == "trainer"
         and not row.get("removed_at")
-        and (board := _measure(row, by_board.get(row["device_id"], ()), task, batch_sizes)) is not None
+        and (board := _measure(row, by_board.get(row["device_id"], ()), task, batch_sizes, bodies or {})) is not None
     ]
     if not found:
         raise DataError(
@@ -148,7 +163,11 @@ def format_profiles(boards: Sequence[MeasuredBoard], cost_key: str) -> str:
 
 
 def _measure(
-    device: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], task: str, batch_sizes: Mapping[str, int | None]
+    device: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    task: str,
+    batch_sizes: Mapping[str, int | None],
+    bodies: Mapping[str, tuple[int, int]],
 ) -> MeasuredBoard | None:
     used = [row for row in rows if row["outcome"] in _USED and (row["iterations"] or 0) > 0 and row["compute_s"]]
     warm = [row for row in used if row["round"] > 1] or used  # the first round of a run warms caches
@@ -156,7 +175,8 @@ def _measure(
         return None
     examples = device.get("examples")
     reported = examples.get(task) if isinstance(examples, Mapping) else None
-    latency_s, bytes_per_s, has_sizes = _measure_link(warm)
+    header_up, header_down = (_measure_headers(warm, bodies, place) for place in (0, 1))
+    latency_s, bytes_per_s, has_sizes = _measure_link(warm, header_up + header_down)
     temperatures = [row["max_temperature_c"] for row in warm if row.get("max_temperature_c") is not None]
     num_lost = sum(row["outcome"] == "lost" for row in rows)
     at_work_s = math.fsum((row["compute_s"] or 0.0) + (row["send_s"] or 0.0) for row in used)
@@ -166,6 +186,8 @@ def _measure(
         iteration_s=_measure_iterations(warm, batch_sizes),
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
+        header_bytes_up=header_up,
+        header_bytes_down=header_down,
         mtbf_s=max(MIN_SECONDS, at_work_s) / num_lost if num_lost else None,
         power_w=_measure_power(warm),
         max_temperature_c=max(temperatures, default=None),
@@ -201,14 +223,55 @@ def _measure_iterations(rows: Sequence[Mapping[str, Any]], batch_sizes: Mapping[
     return {size: max(MIN_SECONDS, statistics.median(found)) for size, found in sorted(by_size.items())}
 
 
-def _measure_link(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
+def compute_bodies(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the bytes of an update and of a model of a run by its stored settings; None where they vary.
+
+    They do with a codec that is chosen for each device, with a lossy downlink, and with strategies that send more
+    than one model. None too where the run cannot be built here.
+    """
+    try:
+        run = parse_run(config)
+        up, down = run.compression.up, run.compression.down
+        if run.strategy.name not in _ONE_MODEL or up.startswith(AUTO) or run.compression.layers or down != "dense":
+            return None
+        components = build_run(run, "simulated")
+        return compute_expected_bytes(up, components.update_shapes), len(components.encode(components.model, 0))
+    except EdgeflError:
+        return None
+
+
+def _measure_headers(
+    rows: Sequence[Mapping[str, Any]], bodies: Mapping[str, tuple[int, int]], place: Literal[0, 1]
+) -> int:
+    """Returns the bytes of an exchange beside its body, up or down; 0 where no run's body is known."""
+    name = ("bytes_up", "bytes_down")[place]
+    found = [(row[name] or 0) - bodies[row["run_id"]][place] for row in rows if row["run_id"] in bodies]
+    return max(0, round(statistics.median(found))) if found else 0
+
+
+def _get_exchange_s(row: Mapping[str, Any]) -> float:
+    """Returns the seconds of an exchange: from the dispatch to the update's arrival, without work and pauses.
+
+    That holds what the coordinator takes before it sends and after it receives, which `send_s` does not.
+    """
+    sent_s = row["send_s"] or 0.0
+    started, ended = row.get("dispatched_at"), row.get("received_at")
+    if started is None or ended is None:
+        return float(sent_s)
+    passed_s = ended - started - row["compute_s"] - (row.get("paced_s") or 0.0)
+    return float(max(sent_s, passed_s))
+
+
+def _measure_link(rows: Sequence[Mapping[str, Any]], header_bytes: int) -> tuple[float, float, bool]:
     """Returns latency of an exchange in seconds, bytes per second, and whether sizes tell the two apart.
 
-    The rate is the slope between the medians of the lightest and the heaviest updates.
+    The rate is the slope between the medians of the lightest and the heaviest updates. The latency holds the time of
+    the headers, since simulated exchanges have none.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        by_size[(row["bytes_up"] or 0) + (row["bytes_down"] or 0)].append(row["send_s"] or 0.0)
+        size = (row["bytes_up"] or 0) + (row["bytes_down"] or 0) - header_bytes
+        by_size[max(0, size)].append(_get_exchange_s(row))
     sizes = sorted(by_size)
     middle = (sizes[0] + sizes[-1]) / 2
     light = [(size, s) for size in sizes for s in by_size[size] if size <= middle]

@@ -43,6 +43,7 @@ def make_rows(advice: Advice) -> list[Json]:
             "written": option.candidate.is_written,
             "options": dict(option.candidate.options),
             "state_bytes": option.state_bytes,
+            "simulations": option.num_simulations,
         }
         for option in advice.options
     ]
@@ -71,6 +72,13 @@ def list_limits(advice: Advice) -> list[str]:
         found.append(
             f"{_list_names(assumed)}: all updates had one size, so {ASSUMED_LATENCY_S:g} s of an exchange are taken "
             "as latency and the rest as rate; a short run with another codec would tell"
+        )
+    repeated = [option for option in advice.options if option.num_simulations > 1]
+    if repeated:
+        names = "; ".join(str(option.candidate) for option in repeated)
+        found.append(
+            f"figures of {names} are medians of {repeated[0].num_simulations} simulations with seeds of their own, "
+            "those of others are of one"
         )
     if advice.corrections:
         factors = ", ".join(f"{name} by {factor:.2f}" for name, factor in sorted(advice.corrections.items()))

@@ -17,6 +17,7 @@ from edgefl.simulation.advice.advice import (
     _limit,
     advise,
     describe_fleet,
+    merge_simulations,
     rank_options,
 )
 from edgefl.simulation.advice.candidates import Candidate, list_candidates
@@ -66,7 +67,9 @@ def describe(tmp_path):
 def ask(describe, tmp_path):
     """An advice for boards; a few candidates are simulated."""
 
-    def make(*boards, num_simulated=3, seconds=900.0, minimise="time", goal=None, budgets=None, **sections):
+    def make(
+        *boards, num_simulated=3, num_repeats=0, seconds=900.0, minimise="time", goal=None, budgets=None, **sections
+    ):
         request = Request(
             goal=goal,
             minimise=minimise,
@@ -74,6 +77,7 @@ def ask(describe, tmp_path):
             seconds=seconds,
             num_jobs=2,
             num_simulated=num_simulated,
+            num_repeats=num_repeats,
         )
         return advise(describe(*boards, **sections), request, tmp_path / "sims", clock=time.monotonic)
 
@@ -321,3 +325,24 @@ def test_where_all_failed_the_first_reason_is_said(describe):
     assert explain(advice)[0].startswith("no simulation ended in time")
     failed = explain(replace(advice, failure="no device can make progress"))[0]
     assert failed == "no simulation came to a result: no device can make progress"
+
+
+def test_an_option_of_several_seeds_costs_the_median_and_reached_the_goal_where_most_did():
+    lucky, usual, slow = (
+        make_option("fedbuff", seconds, size, 5.0) for seconds, size in ((7.0, 70), (9.0, 95), (12.0, 90))
+    )
+    merged = merge_simulations([lucky, usual, slow])
+    assert (merged.seconds, merged.bytes_up, merged.joules, merged.num_simulations) == (9.0, 90, 5.0, 3)
+    assert merged.is_reached
+    missed = [replace(one, is_reached=False) for one in (usual, slow)]
+    assert not merge_simulations([lucky, *missed]).is_reached
+    assert merge_simulations([lucky, usual, missed[1]]).is_reached
+
+
+@simulated
+def test_the_best_are_simulated_with_further_seeds_and_their_medians_are_told(ask):
+    advice = ask({}, {"speed": 0.0004}, goal="accuracy >= 0.6", num_repeats=2)
+    assert advice.best.num_simulations == 3
+    repeated = [option for option in advice.options if option.num_simulations == 3]
+    assert {option.candidate.key for option in repeated} >= {one.candidate.key for one in advice.options[:3]}
+    assert any("are medians of 3 simulations with seeds of their own" in line for line in list_limits(advice))

@@ -52,7 +52,7 @@ def test_what_auto_stands_for_is_the_default_strategy_with_the_same_options(tmp_
 
 
 def test_another_quantity_than_time_bytes_and_energy_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="strategy.minimise must be one of time, bytes, energy, got 'money'"):
+    with pytest.raises(ConfigError, match=r"strategy\.minimise must be one of time, bytes, energy, got 'money'"):
         make_base(make_config(tmp_path, minimise="money"))
 
 

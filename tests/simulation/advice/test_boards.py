@@ -8,7 +8,13 @@ import pytest
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.simulation.advice.advice import describe_fleet
-from edgefl.simulation.advice.boards import ASSUMED_LATENCY_S, format_profiles, measure_boards, select_boards
+from edgefl.simulation.advice.boards import (
+    ASSUMED_LATENCY_S,
+    compute_bodies,
+    format_profiles,
+    measure_boards,
+    select_boards,
+)
 from edgefl.simulation.advice.proxy import limit_counts, write_proxy_shards
 from edgefl.simulation.profiles import load_catalogue
 
@@ -182,3 +188,38 @@ def test_the_proxy_has_as_many_examples_as_each_board_and_is_written_once(tmp_pa
     assert write_proxy_shards(config, counts, tmp_path, data=None, scheme="iid")[0] == paths
     assert [path.stat().st_mtime_ns for path in paths] == times
     assert write_proxy_shards(config, [51, 2000, 400], tmp_path, data=None, scheme="iid")[0] != paths
+
+
+def test_an_exchange_lasts_from_the_dispatch_to_the_arrival_without_work_and_pauses():
+    times = {"dispatched_at": 100.0, "received_at": 104.0, "paced_s": 0.5}
+    board = measure(*[update("pi-1", send_s=1.2, link_bits_per_s=32_000, **times)] * 3)
+    assert board.latency_s == pytest.approx(1.5 - 0.5)  # 4 s less 2 of work and 0.5 of pauses; 2,000 bytes take 0.5
+    early = measure(*[update("pi-1", send_s=1.2, link_bits_per_s=32_000, **{**times, "received_at": 101.0})] * 3)
+    assert early.latency_s == pytest.approx(1.2 - 0.5)
+
+
+def test_what_an_exchange_has_beside_update_and_model_is_headers_and_their_time_is_latency():
+    rows = [*[update("pi-1", send_s=1.2)] * 3, *[update("pi-1", up=5000, send_s=3.2, run_id="s")] * 3]
+    board = measure_boards(
+        [device("pi-1")], rows, "digits", {"r": 32, "s": 32}, bodies={"r": (900, 700), "s": (4900, 700)}
+    )[0]
+    assert (board.header_bytes_up, board.header_bytes_down) == (100, 300)
+    assert board.bytes_per_s == pytest.approx(2000)
+    assert board.latency_s == pytest.approx(0.2 + 400 / 2000)
+    assert measure(*rows[:3]).header_bytes_up == 0
+
+
+def test_the_body_of_an_exchange_is_known_where_it_is_one_model_and_one_update():
+    def compute(**tables):
+        return compute_bodies(parse_run({"run": {"task": "digits"}, **tables}).to_json())
+
+    up, down = compute()
+    assert up == down > 4 * 4000  # float32
+    assert compute(compression={"up": "int8"})[0] < up / 3
+    for tables in (
+        {"strategy": {"name": "scaffold"}},
+        {"compression": {"up": "auto"}},
+        {"compression": {"down": "int8"}},
+        {"run": {"task": "nosuchmodule:Task"}},
+    ):
+        assert compute(**tables) is None
