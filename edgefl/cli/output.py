@@ -22,6 +22,7 @@ JSON_VERSION = 1
 SHORT_HASH_DIGITS = 12
 """Digits of a SHA-256 in a table."""
 FORMATS = ("table", "json", "csv")
+_SHARES = frozenset({"seconds_error", "bytes_error", "joules_error"})
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _GAP = "  "
 _MAX_UNBROKEN_CHARS = 12
@@ -167,6 +168,8 @@ def format_value(name: str, value: Any) -> str:
 def _format_number(name: str, value: float) -> str:
     if name == "at" or name.endswith("_at"):
         return datetime.fromtimestamp(value, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if name in _SHARES:
+        return f"{value:+.1%}"
     if name.startswith("bytes_") or name.endswith("_bytes"):
         return format_bytes(value)
     if isinstance(value, int):

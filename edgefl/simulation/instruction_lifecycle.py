@@ -329,11 +329,13 @@ class InstructionLifecycle:
     @staticmethod
     def _build_metrics(work: InFlightWork, result: TrainingResult, now_s: float) -> UpdateMetrics:
         compute_s = work.earlier_compute_s + work.due_s - work.started_s
+        power_w = work.device.profile.power_w
         return UpdateMetrics(
             iterations=work.earlier_iterations + work.job.iterations,
             num_examples=result.num_examples,
             loss=result.loss,
             compute_s=compute_s,
+            energy_j=None if power_w is None else power_w * compute_s,
             send_s=max(0.0, now_s - work.dispatched_s - compute_s),
             bytes_up=result.num_bytes + result.exchanged_bytes[0],
             bytes_down=work.download_bytes + result.exchanged_bytes[1],

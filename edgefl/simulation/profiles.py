@@ -168,7 +168,7 @@ class DeviceProfile:
         temperature_c, battery: (from second, value): values of its heartbeats, which its conditions ask, too.
         mains, charging, metered: (from second, 0 or 1): on external power, battery charged, connection metered.
         other_load: (from second, share): of all its cores that other processes keep.
-        power_w: of the board while it works; None where it is not known.
+        power_w: of the board while it works, from which its updates have joules; None where it is not known.
         conditions: of its owner.
         sources: origin of each number, by field: measured, vendor or estimated, and how.
     """

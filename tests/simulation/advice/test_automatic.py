@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 import edgefl
 from edgefl.client.advice import settle_strategy
-from edgefl.core.config import parse_run
+from edgefl.core.config import StrategySection, parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError
 from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.advice.automatic import choose_settings, make_base
@@ -100,3 +101,20 @@ def test_a_goal_that_nothing_reaches_is_one_line_and_chooses_nothing(tmp_path):
     with pytest.raises(RunFailedError, match=r"^strategy\.name = 'auto': no.*name a strategy, or give") as caught:
         choose_settings(config, tmp_path / "sims", clock=time.monotonic, seconds=60)
     assert "\n" not in str(caught.value)
+
+
+def test_joules_of_a_simulated_run_are_power_by_the_time_of_computing(tmp_path):
+    config = make_config(tmp_path, run={"rounds": 2, "accuracy": None})
+    named = replace(config, strategy=StrategySection(name="fedavg"))
+    run = edgefl.connect(directory=tmp_path / "h").simulate(named)
+    assert run.row["energy_j"] is None
+    profiles = tmp_path / "profiles.toml"
+    profiles.write_text(PROFILES.replace("speed", "power_w = 3\nspeed", 1))
+    powered = edgefl.connect(directory=tmp_path / "p").simulate(named)
+    joules = {}
+    for row in powered.fleet.history("updates"):
+        joules.setdefault(row["device_id"], []).append((row["energy_j"], row["compute_s"]))
+    known = [pair for rows in joules.values() for pair in rows if pair[0] is not None]
+    assert len(known) == 4  # of two fast boards in two rounds
+    assert all(energy == pytest.approx(3 * seconds) for energy, seconds in known)
+    assert powered.row["energy_j"] == pytest.approx(sum(energy for energy, _ in known))
