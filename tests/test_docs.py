@@ -42,6 +42,7 @@ from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.profiles import parse_catalogue
 from edgefl.simulation.simulated_run import simulate
+from edgefl.simulation.advice.automatic import make_base
 from edgefl.strategies.registry import KIND as STRATEGIES
 from edgefl.strategies.registry import find_strategy
 from edgefl.tasks.datasets.central import load_central_data
@@ -174,7 +175,7 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
             run = {"run": {"task": "fashion-mnist"}, **table}
             if "split" in table and "torch" not in list_backends():
                 continue  # only torch knows where a network can be cut
-            assert build_run(parse_run(run), "check").strategy is not None, name
+            assert build_run(make_base(parse_run(run))[0], "check").strategy is not None, name
         elif table.keys() <= SETTINGS.keys():
             for section, values in table.items():
                 assert from_mapping(SETTINGS[section], values, section)

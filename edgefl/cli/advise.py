@@ -16,10 +16,17 @@ from edgefl.cli.experiments import (
     data_options,
     list_shards,
     profile_option,
-    silence_recorder,
     use_one_thread,
 )
-from edgefl.cli.output import JSON_VERSION, FullHelpGroup, echo, format_option, print_json, print_rows
+from edgefl.cli.output import (
+    JSON_VERSION,
+    FullHelpGroup,
+    echo,
+    format_option,
+    print_json,
+    print_rows,
+    silence_recorder,
+)
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, NumberRange, allow_module_option, source_options
 from edgefl.core.errors import RunFailedError, UsageError
 

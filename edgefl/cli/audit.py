@@ -15,10 +15,9 @@ from edgefl.cli.experiments import (
     data_options,
     history_option,
     list_shards,
-    silence_recorder,
     use_one_thread,
 )
-from edgefl.cli.output import FullHelpGroup, format_option, print_rows
+from edgefl.cli.output import FullHelpGroup, format_option, print_rows, silence_recorder
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import NumberRange, allow_module_option
 from edgefl.core.errors import UnsoundError, UsageError

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from edgefl.cli.output import (
     make_broker_option,
     print_rows,
     select_known_columns,
+    silence_recorder,
 )
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, NumberRange, allow_module_option
@@ -180,18 +180,20 @@ def simulate(  # noqa: PLR0913 one per option
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
     use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
-    from edgefl.simulation.simulated_run import make_reference, read_scales, settle_strategy  # noqa: PLC0415 likewise
+    from edgefl.simulation.advice.automatic import settle_simulation  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
     config = apply_options(load_run(file), test, seed, faults, **places)
     is_cut = devices is not None or data is not None or scheme is not None
     check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
     with silence_recorder():
-        config, reasons = settle_strategy(
-            config, devices=list_shards(shards) or devices, profiles=profiles, data=data, scheme=scheme,
-            trains=not bookkeeping_only,
+        choice = settle_simulation(
+            config, clock=time.perf_counter, devices=list_shards(shards) or devices, profiles=profiles, data=data,
+            scheme=scheme, trains=not bookkeeping_only,
         )  # fmt: skip
-    for reason in reasons:
+    config = choice.config
+    for reason in choice.reasons:
         click.echo(reason, err=True)
     with silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
@@ -272,19 +274,6 @@ def list_shards(paths: Sequence[Path]) -> list[Path]:
             raise DataError(f"folder {path} holds no shard; it should have one file or folder per device")
         shards += found
     return shards
-
-
-@contextlib.contextmanager
-def silence_recorder() -> Iterator[None]:
-    """Keeps lost instructions and evaluations off stderr: they are rows, thousands in simulated fleets."""
-    log = logging.getLogger("edgefl.coordinator.runs.history_recorder")
-    original_level = log.level
-    if logging.getLogger().level > logging.DEBUG:
-        log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(original_level)
 
 
 def apply_options(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import inspect
 import json
+import logging
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -342,3 +344,16 @@ def _render_blocks(
             lines += [" " * indent + continuation for continuation in more]
         lines.append("")
     return lines[:-1]
+
+
+@contextlib.contextmanager
+def silence_recorder() -> Iterator[None]:
+    """Keeps lost instructions and evaluations off stderr: they are rows, thousands in simulated fleets."""
+    log = logging.getLogger("edgefl.coordinator.runs.history_recorder")
+    original_level = log.level
+    if logging.getLogger().level > logging.DEBUG:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(original_level)

@@ -20,6 +20,7 @@ from edgefl.cli.output import (
     print_json,
     print_rows,
     select_known_columns,
+    silence_recorder,
 )
 from edgefl.cli.sources import (
     FILE_TYPE,
@@ -173,9 +174,6 @@ def _settle_strategy(config: RunConfig, url: str | None) -> RunConfig:
 
     if config.strategy.name != AUTO_STRATEGY:
         return config
-    from edgefl.cli.experiments import silence_recorder, use_one_thread  # noqa: PLC0415 fast start
-
-    use_one_thread()
     from edgefl.client.advice import settle_strategy  # noqa: PLC0415 fast start
 
     with silence_recorder():

@@ -16,10 +16,9 @@ from edgefl.cli.experiments import (
     check_options,
     fleet_options,
     list_shards,
-    silence_recorder,
     use_one_thread,
 )
-from edgefl.cli.output import format_option, format_value, print_rows, select_known_columns
+from edgefl.cli.output import format_option, format_value, print_rows, select_known_columns, silence_recorder
 from edgefl.cli.sources import allow_module_option
 from edgefl.core.errors import RunFailedError, UsageError
 

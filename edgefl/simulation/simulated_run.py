@@ -26,7 +26,6 @@ from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.clusters import parse_num_clusters
 from edgefl.core.conditions import NO_CONDITIONS
 from edgefl.core.config import (
-    AUTO_STRATEGY,
     CompressionSection,
     DevicesSection,
     RunConfig,
@@ -151,9 +150,6 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         )
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with extensions.allow_modules(allow_modules):
-        run_config, reasons = settle_strategy(run_config, devices=devices, trains=not bookkeeping_only)
-        for reason in reasons:
-            log.info("%s", reason)
         fleet_data = None if bookkeeping_only else load_fleet_data(run_config, devices)
         if fleet_data is not None and should_find_scales(run_config):
             run_config = _find_scales(run_config, fleet_data, folder, run_id)
@@ -191,48 +187,6 @@ def simulate_with_data(  # noqa: PLR0913 the last four by name
         with Store.open(folder / DATABASE_NAME) as store:
             started_id = simulation.run(store, folder, on_change, run_id, early_stop)
             return _build_result(store, started_id, folder)
-
-
-def settle_strategy(  # noqa: PLR0913 those of `simulate`
-    config: RunConfig,
-    *,
-    devices: int | Sequence[str | Path] | None = None,
-    profiles: Sequence[str] = (),
-    data: str | Path | None = None,
-    scheme: str | None = None,
-    trains: bool = True,
-    seconds: float | None = None,
-) -> tuple[RunConfig, Sequence[str]]:
-    """Returns the settings with what an advice for the simulated boards chose in place of `auto`, and the reasons.
-
-    Settings that name a strategy come back as they are, without reasons. `trains` is whether the simulation trains;
-    `seconds` is the real time that the advice may take, below a minute when None.
-
-    Raises:
-        ConfigError: nothing is trained, so that no advice can be made.
-        RunFailedError: no candidate reached the goal.
-        EdgeflError: as `simulate`.
-    """
-    if config.strategy.name != AUTO_STRATEGY:
-        return config, ()
-    if not trains:
-        raise ConfigError(
-            f"strategy.name = {AUTO_STRATEGY!r} is chosen by training, and this simulation trains nothing: name a "
-            "strategy"
-        )
-    from edgefl.simulation.advice.automatic import AUTO_SECONDS, choose_settings  # noqa: PLC0415 it imports this one
-
-    choice = choose_settings(
-        config,
-        default_root() / ADVICE_FOLDER,
-        clock=time.perf_counter,
-        seconds=AUTO_SECONDS if seconds is None else seconds,
-        devices=devices if devices is None or isinstance(devices, int) else [Path(path) for path in devices],
-        profiles=profiles,
-        data=None if data is None else Path(data),
-        scheme=scheme,
-    )
-    return choice.config, choice.reasons
 
 
 def prepare_simulation(

@@ -89,8 +89,8 @@ def find_strategy(name: str) -> type[Any]:
         return ANALYSES[name]
     if name == AUTO_STRATEGY:
         raise StrategyError(
-            'strategy.name = "auto" is replaced before a run is submitted, by edgefl run submit, fleet.submit and '
-            "edgefl simulate; here it must be a strategy, such as one that edgefl advise run names"
+            'strategy.name = "auto" is replaced before a run is submitted, by edgefl run submit, edgefl simulate, '
+            "fleet.submit and fleet.simulate; here it must be a strategy, such as one that edgefl advise run names"
         )
     return find_extension(KIND, name, list_strategy_names())
 

@@ -622,10 +622,8 @@ def _add_totals(
     spent = [row for row in totals.updates if row["round"] <= last]
     joules = math.fsum((powers[row["device_id"]] or 0.0) * (row["compute_s"] or 0.0) for row in spent)
     headers = dict(zip(names, fleet.measured, strict=False))
-    header_up, header_down = (
-        sum(getattr(headers[row["device_id"]], name) for row in spent) if headers else 0
-        for name in ("header_bytes_up", "header_bytes_down")
-    )
+    header_up = sum(headers[row["device_id"]].header_bytes_up for row in spent) if headers else 0
+    header_down = sum(headers[row["device_id"]].header_bytes_down for row in spent) if headers else 0
     return replace(
         option,
         seconds=rounds[-1]["closed_at"] - rounds[0]["started_at"] if rounds else None,

@@ -12,7 +12,7 @@ from edgefl.core.errors import ConfigError, RunFailedError
 from edgefl.simulation.advice.advice import Advice, Request, advise, describe_fleet
 from edgefl.simulation.advice.boards import MeasuredBoard
 from edgefl.simulation.advice.explanation import explain
-from edgefl.simulation.simulated_run import count_cores
+from edgefl.simulation.simulated_run import ADVICE_FOLDER, count_cores, default_root
 
 AUTO_SECONDS = 50.0
 """Of real time for the advice; with the reading of history and data before it, it stays below a minute."""
@@ -95,6 +95,44 @@ def choose_settings(  # noqa: PLR0913 those of `describe_fleet`
             "advise run more --seconds"
         )
     return Choice(config=found.make_run(base), reasons=_give_reasons(found))
+
+
+def settle_simulation(  # noqa: PLR0913 those of `simulate`
+    config: RunConfig,
+    *,
+    clock: Callable[[], float],
+    devices: int | Sequence[str | Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: str | Path | None = None,
+    scheme: str | None = None,
+    trains: bool = True,
+) -> Choice:
+    """Returns the settings with what an advice for the simulated boards chose in place of `auto`, and the reasons.
+
+    Settings that name a strategy come back as they are, without reasons. `clock` gives seconds of real
+    time; `trains` is whether the simulation trains; the rest is as of `simulate`.
+
+    Raises:
+        ConfigError: nothing is trained, so that no advice can be made.
+        RunFailedError: no candidate reached the goal.
+        EdgeflError: as `simulate`.
+    """
+    if config.strategy.name != AUTO_STRATEGY:
+        return Choice(config=config, reasons=())
+    if not trains:
+        raise ConfigError(
+            f"strategy.name = {AUTO_STRATEGY!r} is chosen by training, and this simulation trains nothing: name a "
+            "strategy"
+        )
+    return choose_settings(
+        config,
+        default_root() / ADVICE_FOLDER,
+        clock=clock,
+        devices=devices if devices is None or isinstance(devices, int) else [Path(path) for path in devices],
+        profiles=profiles,
+        data=None if data is None else Path(data),
+        scheme=scheme,
+    )
 
 
 def _give_reasons(found: Advice) -> list[str]:

@@ -11,8 +11,7 @@ from edgefl.client.advice import settle_strategy
 from edgefl.core.config import StrategySection, parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError
 from edgefl.engine.assembly.build import build_run
-from edgefl.simulation.advice.automatic import choose_settings, make_base
-from edgefl.simulation.simulated_run import settle_strategy as settle_simulated
+from edgefl.simulation.advice.automatic import choose_settings, make_base, settle_simulation
 
 PROFILES = """
 [profile.fast]
@@ -70,12 +69,12 @@ def test_a_fleet_that_never_trained_the_task_is_refused(tmp_path):
 def test_settings_that_name_a_strategy_stay_and_no_history_is_read():
     named = parse_run({"run": {"task": "digits"}})
     assert settle_strategy(named, None).config is named
-    assert settle_simulated(named) == (named, ())
+    assert settle_simulation(named, clock=time.monotonic).config is named
 
 
 def test_a_simulation_that_trains_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is chosen by training, and this simulation trains nothing"):
-        edgefl.simulate(make_config(tmp_path, run={"rounds": 3}), root=tmp_path, bookkeeping_only=True)
+        edgefl.connect(directory=tmp_path).simulate(make_config(tmp_path, run={"rounds": 3}), bookkeeping_only=True)
 
 
 @pytest.mark.extended
