@@ -39,10 +39,10 @@ from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
 from edgefl.device.collect.settings import AnswerSection, load_collect_file
 from edgefl.engine.assembly.build import build_run
+from edgefl.simulation.advice.automatic import make_base
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.profiles import parse_catalogue
 from edgefl.simulation.simulated_run import simulate
-from edgefl.simulation.advice.automatic import make_base
 from edgefl.strategies.registry import KIND as STRATEGIES
 from edgefl.strategies.registry import find_strategy
 from edgefl.tasks.datasets.central import load_central_data
