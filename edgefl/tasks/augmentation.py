@@ -127,6 +127,31 @@ def make_picture_augment(*, flip: bool, shift: int, brightness: float) -> Augmen
     )
 
 
+def make_mirroring(*, negated: Sequence[int] = ()) -> Augment:
+    """Returns the hook of a task of one's own that mirrors half of the pictures of a batch, and their maps with them.
+
+    Args:
+        negated: channels of the targets that a mirror makes negative, such as how far to the right a thing lies.
+
+    Pictures and targets have their width last: targets are [n, height, width] classes of pixels, or [n, channels,
+    height, width] values. It raises an `IndexError` where targets have no such axes or channels.
+    """
+
+    def mirror(pictures: Array, targets: Array, rng: Generator) -> tuple[Array, Array]:
+        if targets.ndim < SIGNAL_AXES or (negated and targets.ndim < PICTURE_AXES):
+            raise IndexError(f"it mirrors targets [n, (channels,) height, width], got {list(targets.shape)}")
+        is_mirrored = rng.random(len(pictures)) < FLIP_PROBABILITY
+        pictures[is_mirrored], targets[is_mirrored] = (
+            pictures[is_mirrored, ..., ::-1],
+            targets[is_mirrored, ..., ::-1],
+        )
+        for channel in negated:
+            targets[is_mirrored, channel] *= -1
+        return pictures, targets
+
+    return mirror
+
+
 def make_signal_augment(*, time_shift: int, jitter: float, is_sound: bool = False) -> Augment | None:
     """Returns the hook for signals [n, ..., samples]; None without a change.
 

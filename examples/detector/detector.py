@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from boxes import CELL, GRID, HEAT, LABELS, SIDE, Array
+from boxes import CELL, GRID, HEAT, LABELS, SIDE
 
 from edgefl.core.types import Dataset, Task
+from edgefl.tasks.augmentation import make_mirroring
 from edgefl.tasks.learners.torch_learner import TorchModel
 
 if TYPE_CHECKING:
@@ -34,14 +35,13 @@ class Detector(Task):
     metrics = {"boxes:MeanAveragePrecision": "max"}  # noqa: RUF012 read only
     num_outputs, input_shape = NUM_MAPS, (1, SIDE, SIDE)
     model = TorchModel(build=build_network, prepare=lambda x: (x.astype(np.float32) - 128) / 64)
+    augment = make_mirroring(negated=[-2])  # the centre's place across its cell
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Focal loss of the centres and distance of sizes and places there (Zhou et al., Objects as Points, 2019)."""
-        import torch  # noqa: PLC0415 likewise
-
-        heat, wanted = torch.sigmoid(outputs[:, HEAT]).clamp(1e-4, 1 - 1e-4), targets[:, HEAT]
-        near = (1 - wanted) ** 4 * heat**2 * torch.log(1 - heat)
-        centres = torch.where(wanted == 1, (1 - heat) ** 2 * torch.log(heat), near).sum((1, 2, 3))
+        heat, wanted = outputs[:, HEAT].sigmoid().clamp(1e-4, 1 - 1e-4), targets[:, HEAT]
+        near = (1 - wanted) ** 4 * heat**2 * (1 - heat).log()
+        centres = ((1 - heat) ** 2 * heat.log()).where(wanted == 1, near).sum((1, 2, 3))
         is_centre = (wanted == 1).any(1, keepdim=True)
         boxes = (is_centre * (outputs - targets).abs()[:, len(LABELS) :]).sum((1, 2, 3))
         return (0.5 * boxes - centres) / is_centre.sum((1, 2, 3)).clamp(min=1)
@@ -58,10 +58,3 @@ class Detector(Task):
                 maps[int(label)] = np.maximum(maps[int(label)], np.exp(-8.0 * distance))
                 maps[len(LABELS) :, row, column] = width, height, x - column - 0.5, y - row - 0.5
         return Dataset(inputs=scenes[:, None], targets=targets)
-
-    def augment(self, inputs: Array, targets: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Mirrors half of the scenes of a batch, left and right; where in its cell a centre lies changes its sign."""
-        is_mirrored = rng.random(len(inputs)) < 0.5
-        inputs[is_mirrored], targets[is_mirrored] = inputs[is_mirrored, ..., ::-1], targets[is_mirrored, ..., ::-1]
-        targets[is_mirrored, -2] *= -1
-        return inputs, targets

@@ -7,7 +7,13 @@ import edgefl
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.extensions import allow_modules
 from edgefl.core.types import Dataset, Task, TrainConfig
-from edgefl.tasks.augmentation import augment_batches, find_augment, make_picture_augment, make_signal_augment
+from edgefl.tasks.augmentation import (
+    augment_batches,
+    find_augment,
+    make_mirroring,
+    make_picture_augment,
+    make_signal_augment,
+)
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchModel
 from edgefl.tasks.local_algorithms.local_training import train
@@ -204,3 +210,27 @@ def test_options_of_a_run_file_make_the_hook_of_a_configured_task(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make_task(name, options)
+
+
+def test_half_of_the_pictures_are_mirrored_with_their_maps_and_what_points_to_a_side_is_negated() -> None:
+    class Maps(Marked):
+        augment = make_mirroring(negated=[-1])
+
+    task, count = Maps(), 200
+    pictures = np.arange(count * 6).reshape(count, 1, 2, 3)
+    maps = np.repeat(pictures, 2, axis=1)
+    data = augment_batches(task, Dataset(inputs=pictures, targets=maps), np.random.default_rng(1))
+    batch = data.take(np.arange(count))
+    is_mirrored = batch.inputs[:, 0, 0, 0] == pictures[:, 0, 0, 2]
+    assert 70 < is_mirrored.sum() < 130
+    assert (batch.inputs[is_mirrored] == pictures[is_mirrored, ..., ::-1]).all()
+    assert (batch.inputs[~is_mirrored] == pictures[~is_mirrored]).all()
+    assert (batch.targets[:, 0] == batch.inputs[:, 0]).all()
+    assert (batch.targets[:, 1] == np.where(is_mirrored[:, None, None], -1, 1) * batch.inputs[:, 0]).all()
+    of_pixels = augment_batches(task, Dataset(inputs=pictures, targets=pictures[:, 0]), np.random.default_rng(1))
+    with pytest.raises(TaskError, match=r"mirrors targets \[n, \(channels,\) height, width\], got \[200, 2, 3\]"):
+        of_pixels.take(np.arange(count))
+    Maps.augment = make_mirroring()
+    whole = augment_batches(task, Dataset(inputs=pictures, targets=pictures[:, 0]), np.random.default_rng(1))
+    batch = whole.take(np.arange(count))
+    assert (batch.targets == batch.inputs[:, 0]).all()
