@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from edgefl.cli.sources import (
     state_option,
 )
 from edgefl.core.errors import DataError, NetworkError, UsageError, WrongCaError
+from edgefl.core.safe_parsing import parse_duration_s
 
 if TYPE_CHECKING:
     from edgefl.device.state_dir import DeviceStateDir
@@ -270,11 +271,13 @@ def resume(root: Path | None) -> None:
 
 
 def _parse_duration_s(text: str) -> float:
-    match = re.fullmatch(r"([1-9]\d{0,5})([smhd])", text, re.ASCII)
-    seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]] if match else 0
-    if not 0 < seconds <= MAX_PAUSE_S:
+    try:
+        seconds = parse_duration_s(text)
+    except ValueError:
+        seconds = math.inf
+    if seconds > MAX_PAUSE_S:
         raise UsageError(f"a duration is such as 30m, 2h or 1d, at most {MAX_PAUSE_S // 86_400}d; got {text!r:.40}")
-    return float(seconds)
+    return seconds
 
 
 def _read_conditions(state: DeviceStateDir) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 MAX_NESTING = 100
 """Nesting limit of dicts and lists."""
@@ -195,3 +197,11 @@ def sanitise_text(text: str) -> str:
 
 def _make_nesting_error(max_depth: int = MAX_NESTING) -> ValueError:
     return ValueError(f"it is nested deeper than {max_depth} levels")
+
+
+def parse_duration_s(text: str) -> float:
+    """Returns the seconds of a text such as 30m, 2h or 1d; raises a `ValueError` where it is none."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"a duration is such as 30m, 2h or 1d, got {text!r:.40}")
+    return int(match[1]) * _SECONDS[match[2]]

@@ -1080,6 +1080,8 @@ class Dataset:
         weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
         groups: [n] whom or what an example comes from, for natural shards; None where that is not known.
         weak: [n] whether a target is a guess: such an example is trained on, and never tested on; None for none.
+        times: [n] seconds since 1970 at which examples were taken, or [n, 2] from when to when what is in one lasts,
+            its target too; for a task whose data is split by time (`split_period`). None where that is not known.
     """
 
     inputs: Inputs
@@ -1087,6 +1089,7 @@ class Dataset:
     weights: Array | None = None
     groups: Array | None = None
     weak: Array | None = None
+    times: Array | None = None
 
     def __post_init__(self) -> None:
         """Raises a `DataError` where inputs or targets are a dict of what are no arrays of the same length."""
@@ -1111,22 +1114,25 @@ class Dataset:
             weights=None if self.weights is None else self.weights[rows],
             groups=None if self.groups is None else self.groups[rows],
             weak=None if self.weak is None else self.weak[rows],
+            times=None if self.times is None else self.times[rows],
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Dataset]) -> Dataset:
-        """Returns the examples of all parts in order; groups only where every part has them.
+        """Returns the examples of all parts in order; groups and times only where every part has them.
 
         Where any part has weights, or weak examples, the others' are filled up: 1 each, and none weak.
         """
         lengths = list(map(len, parts))
         groups = [part.groups for part in parts if part.groups is not None]
+        times = [part.times for part in parts if part.times is not None]
         return cls(
             inputs=concatenate_inputs([part.inputs for part in parts]),
             targets=np.concatenate([part.targets for part in parts]),
             weights=_concatenate_filled([part.weights for part in parts], lengths, 1.0),
             groups=np.concatenate(groups) if len(groups) == len(parts) else None,
             weak=concatenate_masks([part.weak for part in parts], lengths),
+            times=np.concatenate(times) if len(times) == len(parts) else None,
         )
 
 
@@ -1178,7 +1184,8 @@ class Task(Protocol):
     brings the other three methods; or it writes those itself. Its `loss` is the model's: a name, a `Loss`, or a
     function of torch tensors (outputs, targets) that returns one number for each example; or a dict of such, one for
     each of several targets, of which `loss_weights` and `num_outputs` are dicts as well. A method
-    `augment(inputs, targets, rng)`, where it has one, changes each batch that is trained on.
+    `augment(inputs, targets, rng)`, where it has one, changes each batch that is trained on. With `split_period`, a
+    time such as `"1d"`, whole periods of that length are kept for testing; `read` returns `times` then.
     """
 
     @property

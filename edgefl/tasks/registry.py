@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edgefl.core.errors import EdgeflError, TaskError, format_install_command
+from edgefl.core.errors import ConfigError, EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
+from edgefl.core.safe_parsing import parse_duration_s
 from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import ACCELERATOR_PATTERN, Scalar, Task
 from edgefl.tasks.augmentation import find_augment
 from edgefl.tasks.losses.registry import find_loss
 
+MIN_SPLIT_PERIOD_S, MAX_SPLIT_PERIOD_S = 1.0, 366 * 86_400.0
 KIND = ExtensionKind(
     noun="task",
     group="edgefl.tasks",
@@ -63,8 +66,8 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: 
 
     Raises:
         TaskError: there is no such task, its module is not allowed or cannot be imported, or its class is no task's.
-        ConfigError: an option that the task does not have, a value that it rejects, a loss that there is not, or an
-            augmentation that is no function.
+        ConfigError: an option that the task does not have, a value that it rejects, a loss that there is not, an
+            augmentation that is no function, or a `split_period` that is no time.
     """
     factory = find_task_factory(name)
     check_options(name, options or {}, list_options(factory), table=table)
@@ -76,7 +79,28 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: 
         raise TaskError(f"task {name}: making it raised {type(error).__name__}: {error}") from error
     find_loss(task)
     find_augment(task)
+    find_split_period_s(task)
     return task
+
+
+def find_split_period_s(task: Task) -> float | None:
+    """Returns the length of the periods by which a task's data is split; None where it is split by example.
+
+    Raises:
+        ConfigError: its `split_period` is no time of a second to a year.
+    """
+    period = getattr(task, "split_period", None)
+    if period is None:
+        return None
+    try:
+        period_s = parse_duration_s(period)
+    except (TypeError, ValueError):
+        period_s = math.nan
+    if not MIN_SPLIT_PERIOD_S <= period_s <= MAX_SPLIT_PERIOD_S:
+        raise ConfigError(
+            f"split_period of task {task.name} must be a time of 1s to 366d, such as 6h, got {period!r:.40}"
+        )
+    return period_s
 
 
 def list_task_names() -> tuple[str, ...]:

@@ -285,12 +285,13 @@ def evaluate(  # noqa: PLR0913 one per option
 def _load_examples(path: Path, part: str | None, task: Task, row: Json) -> Dataset:
     """Returns the examples of a shard but for weak ones; raises `DataError` where there are none."""
     from edgefl.tasks.datasets.shards import drop_weak, load_task_data, split_train_test  # noqa: PLC0415 fast start
+    from edgefl.tasks.registry import find_split_period_s  # noqa: PLC0415 likewise
 
     data = drop_weak(load_task_data(task, path))
     if not len(data):
         raise DataError(f"shard {path} holds no examples but those of weak labels, which are for training alone")
     if (part or ("all" if _is_test_shard(path) else "test")) == "test":
-        data = split_train_test(data, row["test_fraction"])[1]
+        data = split_train_test(data, row["test_fraction"], period_s=find_split_period_s(task))[1]
         if not len(data):
             raise DataError(f"the test part of shard {path} is empty; --part all takes every example of it")
     return data

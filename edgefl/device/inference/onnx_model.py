@@ -29,7 +29,7 @@ from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import find_loss, has_classes
 from edgefl.tasks.losses.value_losses import Reconstruction
-from edgefl.tasks.registry import CONFIGURED, make_task
+from edgefl.tasks.registry import CONFIGURED, find_split_period_s, make_task
 
 if TYPE_CHECKING:
     from edgefl.tasks.configured.options import ConfiguredTask
@@ -431,7 +431,7 @@ def check_model(request: ModelCheckRequest) -> ModelCheckResult:
         EdgeflError: the new model or the data cannot be used.
     """
     task = make_task(request.task, request.options)
-    data = select_check_data(task.read(request.shard), request)
+    data = select_check_data(task.read(request.shard), request, period_s=find_split_period_s(task))
     if not len(data):
         raise DataError(f"the shard {request.shard} holds no examples to check a model on; weak labels do not count")
     model = OnnxModel(Path(request.path))
@@ -490,12 +490,12 @@ def _predict(path: str, source: str, threads: int) -> Json:
     return {"rows": model.predict(inputs), "labels": np.asarray(labels).tolist() if has_labels else None}
 
 
-def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
+def select_check_data(data: Dataset, request: ModelCheckRequest, *, period_s: float | None = None) -> Dataset:
     """Returns the check data: as in a run's evaluations, but all rows without a test split; no weak labels."""
     strong = drop_weak(data)
     if request.role == Role.EVALUATOR:
         return strong
-    test = split_train_test(data, request.test_fraction)[1]
+    test = split_train_test(data, request.test_fraction, period_s=period_s)[1]
     return test if len(test) else strong
 
 

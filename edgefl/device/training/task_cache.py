@@ -44,7 +44,7 @@ from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.noop import NoopLearner
 from edgefl.tasks.preparation import check_inputs
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import find_split_period_s, make_task
 from edgefl.tasks.stored_arrays import select_rows
 
 log = logging.getLogger(__name__)
@@ -231,7 +231,10 @@ class TaskCache:
         if test_fraction in cached_task.splits:
             self._record_reference(cached_task)
         else:
-            cached_task.splits[test_fraction] = split_train_test(self.load_data(cached_task), test_fraction)
+            period_s = find_split_period_s(cached_task.task)
+            cached_task.splits[test_fraction] = split_train_test(
+                self.load_data(cached_task), test_fraction, period_s=period_s
+            )
         if not cached_task.blocks:
             cached_task.data = None
         return cached_task.splits[test_fraction]

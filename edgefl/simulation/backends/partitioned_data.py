@@ -16,13 +16,14 @@ from edgefl.tasks.datasets.central import load_central_data, read_own_data, read
 from edgefl.tasks.datasets.partitioning import parse_scheme
 from edgefl.tasks.datasets.shards import (
     compute_root_fraction,
-    compute_sample_hashes,
+    find_sides,
     get_metadata_path,
     pack_inputs,
     read_metadata,
     split_train_test,
     unpack_inputs,
 )
+from edgefl.tasks.registry import find_split_period_s, make_task
 
 _ROW_FIELDS = ("rows", "train", "test")
 _OPTIONAL = ("weights", "weak")
@@ -74,17 +75,18 @@ def partition_in_memory(  # noqa: PLR0913 the last five by name
         TaskError: the task has no central data set.
     """
     parsed, central = parse_scheme(scheme), load_central_data(task, data, options, test)
+    period_s = find_split_period_s(make_task(task, options))
     rng = derive_rng(seed, "shards", task, scheme)
     partition = central.cut(parsed, num_devices, rng)
     blocks = partition.blocks or ({},) * num_devices
     return FleetData(
         pool=central.train,
-        shards=_split_shards(central.train, partition.rows, blocks, test_fraction),
+        shards=_split_shards(central.train, partition.rows, blocks, test_fraction, period_s),
         test=central.test,
     )
 
 
-def reserve_root(data: FleetData, num_examples: int) -> FleetData:
+def reserve_root(data: FleetData, num_examples: int, *, period_s: float | None = None) -> FleetData:
     """Returns the data with a shard more, at the end: that part of the coordinator's on which its evaluator trains.
 
     Raises:
@@ -92,7 +94,8 @@ def reserve_root(data: FleetData, num_examples: int) -> FleetData:
     """
     if data.test is None:
         raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
-    rest, root = split_train_test(data.test, compute_root_fraction(len(data.test), num_examples))
+    fraction = compute_root_fraction(len(data.test), num_examples)
+    rest, root = split_train_test(data.test, fraction, period_s=period_s)
     pool = Dataset.concatenate([data.pool, root])
     rows = np.arange(len(data.pool), len(pool))
     return FleetData(
@@ -119,7 +122,7 @@ def read_shards(
     blocks = [_read_card_blocks(Path(path)) for path in paths]
     return FleetData(
         pool=pool,
-        shards=_split_shards(pool, rows, blocks, test_fraction),
+        shards=_split_shards(pool, rows, blocks, test_fraction, find_split_period_s(task)),
         test=None if test is None else read_test_data(task, test, pool),
     )
 
@@ -133,17 +136,14 @@ def _split_shards(
     rows: Sequence[Array],
     blocks: Sequence[Mapping[int, tuple[int, int]]],
     test_fraction: float,
+    period_s: float | None,
 ) -> tuple[ShardRows, ...]:
     """Splits every device's rows as `split_train_test` does; each sample of the pool is hashed once."""
-    if not 0.0 <= test_fraction < 1.0:
-        raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
-    in_test = compute_sample_hashes(pool.inputs) < np.uint64(test_fraction * 2.0**64)
-    if pool.weak is not None:
-        in_test &= ~pool.weak
+    in_train, in_test = find_sides(pool, test_fraction, period_s=period_s)
     return tuple(
         ShardRows(
             rows=shard,
-            train=shard[~in_test[shard]],
+            train=shard[in_train[shard]],
             test=shard[in_test[shard]],
             blocks=shard_blocks,
         )

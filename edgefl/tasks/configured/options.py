@@ -77,6 +77,7 @@ class ConfiguredTask(Task):
         text_converter: returns the inputs of texts, where examples are texts.
         augment: changes a batch that is trained on; None for no change.
         example_rows: of a table, of which one example is made; 0 where examples are no rows of numbers.
+        split_period: of a split by time, None for one by example.
     """
 
     name: str
@@ -93,6 +94,7 @@ class ConfiguredTask(Task):
     text_converter: Callable[[Sequence[str]], Array] | None = None
     augment: Augment | None = None
     example_rows: int = 0
+    split_period: str | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:

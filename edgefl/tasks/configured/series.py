@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from edgefl.tasks.configured.table import (
     DEFAULT_HIDDEN,
     MODELS,
     TargetColumns,
+    add_time,
     format_targets,
     make_dense_model,
     make_input_scaling,
@@ -117,6 +119,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     target_mean: Numbers = 0.0,
     target_scale: Numbers = 1.0,
     group: str = "",
+    time: str = "",
+    split_period: str = "",
     time_shift: int = 0,
     jitter: float = 0.0,
 ) -> ConfiguredTask:
@@ -143,6 +147,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         target_mean: a target is (value - target_mean) / target_scale; a number for each column, or one for all.
         target_scale: above 0, likewise.
         group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
+        time: as of `table`.
+        split_period: likewise; a window that lies in periods of both kinds is neither trained on nor tested on.
         time_shift: most rows by which a window that is trained on is moved, up to half of it; for classes.
         jitter: noise in it, as a part of each column's standard deviation in the window, 0 to 1.
     """
@@ -151,6 +157,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     targets = make_target_columns(
         NAME, target, labels, group, target_mean, target_scale, inputs=names, loss=loss, is_forecast=ahead > 0
     )
+    targets = add_time(targets, time, split_period, inputs=names)
     _check_forecast(targets, horizon)
     _check_augment(targets, window, time_shift, jitter)
     goal = make_table_goal(
@@ -183,6 +190,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         channels=names,
         augment=make_signal_augment(time_shift=time_shift, jitter=jitter),
         example_rows=window,
+        split_period=split_period or None,
     )
 
 
@@ -245,11 +253,12 @@ def _make_model(
 
 def _without_targets(targets: TargetColumns, windows: Windows) -> tuple[TargetColumns, Windows]:
     """Returns how rows are read and cut to predict what comes after them: the last window has no target yet."""
-    return replace(targets, columns=(), labels=(), by_column=None), replace(windows, ahead=0, horizon=1)
+    return replace(targets, columns=(), labels=(), by_column=None, time=""), replace(windows, ahead=0, horizon=1)
 
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
     inputs, found, weak, groups, num_windows = RowBuffer(), list[Array](), list[Array](), list[Array](), 0
+    times = list[Array]()
     numbers, is_known = (*columns, *targets.numbers), targets.is_known
     parts = iterate_shard(path, NAME, numbers, targets.texts, keeps_unlabelled=True, has_weak=True, is_known=is_known)
     for _, of_file in itertools.groupby(parts, key=lambda part: part.path):
@@ -265,12 +274,16 @@ def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, 
                 weak.append(windows.select_targets(rows.weak, starts))
             if rows.groups is not None:
                 groups.append(rows.groups[starts])
+            if rows.times is not None:
+                ends = np.stack([rows.times[starts], rows.times[starts + windows.rows - 1]], axis=1)
+                times.append(np.sort(ends, axis=1))
     if not num_windows:
         raise DataError(f"shard {path} of task {NAME} holds no {windows.rows} rows of one group for a window")
     return Dataset(
         inputs=inputs.finish(),
         targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
+        times=np.concatenate(times) if times else None,
         **weigh_weak(np.concatenate(weak) if weak else None),
     )
 
@@ -291,34 +304,28 @@ def _iterate_windows(rows: Array, starts: Array, length: int) -> Iterator[Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Rows of a file: inputs [n, columns], targets [n] or [n, columns], whether it has any, or a weak one; group."""
+    """Rows of a file: inputs [n, columns], targets [n] or [n, columns], whether it has any, or a weak one; etc."""
 
     numbers: Array
     targets: Array
     has_target: Array
     weak: Array
     groups: Array | None
+    times: Array | None
 
     def join(self, later: _Rows) -> _Rows:
-        groups = None
-        if self.groups is not None and later.groups is not None:
-            groups = np.concatenate([self.groups, later.groups])
-        return _Rows(
-            numbers=np.concatenate([self.numbers, later.numbers]),
-            targets=np.concatenate([self.targets, later.targets]),
-            has_target=np.concatenate([self.has_target, later.has_target]),
-            weak=np.concatenate([self.weak, later.weak]),
-            groups=groups,
-        )
+        pairs = {item.name: (getattr(self, item.name), getattr(later, item.name)) for item in fields(self)}
+        joined: dict[str, Any] = {
+            name: None if pair[0] is None else np.concatenate(pair) for name, pair in pairs.items()
+        }
+        return _Rows(**joined)
 
     def drop(self, count: int) -> _Rows:
-        return _Rows(
-            numbers=self.numbers[count:].copy(),
-            targets=self.targets[count:].copy(),
-            has_target=self.has_target[count:].copy(),
-            weak=self.weak[count:].copy(),
-            groups=None if self.groups is None else self.groups[count:].copy(),
-        )
+        arrays = {item.name: getattr(self, item.name) for item in fields(self)}
+        rest: dict[str, Any] = {
+            name: None if array is None else array[count:].copy() for name, array in arrays.items()
+        }
+        return _Rows(**rest)
 
 
 class _WindowCutter:
@@ -342,6 +349,7 @@ class _WindowCutter:
 
     def _to_rows(self, part: TablePart) -> _Rows:
         groups, has_target = self._targets.read_groups(part), np.ones(len(part.numbers), bool)
+        times = self._targets.read_times(part)
         if self._targets.labels:
             part, has_target = self._targets.fill_unlabelled(part)
         return _Rows(
@@ -350,4 +358,5 @@ class _WindowCutter:
             has_target=has_target,
             weak=np.zeros(len(has_target), bool) if part.weak is None else part.weak,
             groups=groups,
+            times=times,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +61,7 @@ class TargetColumns:
     labels: tuple[str, ...]
     by_column: Mapping[str, tuple[str, ...]] | None = None
     group: str
+    time: str = ""
     mean: tuple[float, ...]
     scale: tuple[float, ...]
 
@@ -75,7 +78,7 @@ class TargetColumns:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return (*self.classes, *((self.group,) if self.group else ()))
+        return (*self.classes, *filter(None, (self.time, self.group)))
 
     def is_known(self, label: str) -> bool:
         """Returns whether a class has this label, or there are no classes."""
@@ -116,6 +119,18 @@ class TargetColumns:
             )
         return np.array(part.texts[-1], dtype=object).astype(str)
 
+    def read_times(self, part: TablePart) -> Array | None:
+        """Returns [n] seconds since 1970 at which a file's rows were taken, None where no column says it."""
+        if not self.time:
+            return None
+        try:
+            return np.array([parse_time(cell) for cell in part.texts[len(self.classes)]], np.float64)
+        except ValueError:
+            raise DataError(
+                f"{part.path}: column {self.time!r} must hold seconds since 1970, or dates and times such as "
+                "2026-11-30 12:00:00, and holds something else"
+            ) from None
+
 
 def table(  # noqa: PLR0913 one keyword for each option of a run file
     *,
@@ -134,6 +149,8 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
     target_mean: Numbers = 0.0,
     target_scale: Numbers = 1.0,
     group: str = "",
+    time: str = "",
+    split_period: str = "",
     missing: Literal["refuse", "drop"] = "refuse",
 ) -> ConfiguredTask:
     """Returns the task.
@@ -155,10 +172,13 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         target_mean: a target is (value - target_mean) / target_scale; a number for each column, or one for all.
         target_scale: above 0, likewise.
         group: column of whom a row comes from, for natural shards.
+        time: column of when a row was taken: seconds since 1970, or dates and times, of UTC where they say no zone.
+        split_period: a time such as 1d; whole periods of that length are kept for testing.
         missing: whether a row with an empty cell is an error or left out.
     """
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
     targets = make_target_columns(NAME, target, labels, group, target_mean, target_scale, inputs=names, loss=loss)
+    targets = add_time(targets, time, split_period, inputs=names)
     goal = make_table_goal(
         NAME,
         targets,
@@ -180,6 +200,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         shard_options=format_options(columns=names, **format_targets(targets)),
         columns=names,
         example_rows=1,
+        split_period=split_period or None,
     )
 
 
@@ -226,6 +247,23 @@ def make_target_columns(  # noqa: PLR0913 one for each option
         mean=tuple(means[:count].tolist()) if by_column else tuple(means.tolist()),
         scale=tuple(scales[:count].tolist()) if by_column else tuple(scales.tolist()),
     )
+
+
+def add_time(targets: TargetColumns, time: str, split_period: str, *, inputs: tuple[str, ...]) -> TargetColumns:
+    """Returns the columns with that of times; raises a `ConfigError` where it and the period do not fit together."""
+    if bool(time) != bool(split_period):
+        raise ConfigError(
+            f"task.split_period = {split_period!r:.40} needs task.time, the column of when a row was taken"
+            if split_period
+            else f"task.time = {time!r:.100} is for a split by time: say split_period, such as 1d, or leave it out"
+        )
+    if time:
+        split_names("table", "time", (time,), at_most=1)
+    if time and time in {*inputs, *targets.columns, targets.group}:
+        raise ConfigError(
+            f"task.time must name a column of its own, and {time!r:.100} is an input, a target or the group"
+        )
+    return replace(targets, time=time)
 
 
 def make_table_goal(
@@ -346,6 +384,18 @@ def make_label_finder(labels: tuple[str, ...]) -> Callable[[str], int | None]:
     return lambda cell: numbers.get(cell, by_number.get(_to_whole_number(cell)))
 
 
+def parse_time(text: str) -> float:
+    """Returns seconds since 1970 of a number or a date and time (ISO 8601; UTC without a zone), or a `ValueError`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        found = datetime.fromisoformat(text)
+        seconds = (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError("a time must be finite")
+    return seconds
+
+
 def _to_whole_number(cell: str) -> str:
     """Returns `1` for `1`, `1.0` and `1.00`; empty for what is no whole number."""
     try:
@@ -357,6 +407,7 @@ def _to_whole_number(cell: str) -> str:
 
 def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, drops_missing: bool) -> Dataset:
     inputs, found, groups, weak = RowBuffer(), list[Array](), list[Array](), list[Array | None]()
+    times = list[Array]()
     numbers = (*columns, *targets.numbers)
     options: dict[str, Any] = {"drops_missing": drops_missing, "has_weak": True, "is_known": targets.is_known}
     for part in iterate_shard(path, NAME, numbers, targets.texts, **options):
@@ -365,9 +416,12 @@ def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, 
         weak.append(part.weak)
         if (group := targets.read_groups(part)) is not None:
             groups.append(group)
+        if (seconds := targets.read_times(part)) is not None:
+            times.append(seconds)
     return Dataset(
         inputs=inputs.finish(),
         targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
+        times=np.concatenate(times) if times else None,
         **weigh_weak(concatenate_masks(weak, list(map(len, found)))),
     )

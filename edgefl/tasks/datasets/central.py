@@ -43,7 +43,7 @@ from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
-from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
+from edgefl.tasks.registry import BUILT_IN, CONFIGURED, find_split_period_s, make_task
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ def read_test_data(task: Task, path: Path, train: Dataset) -> Dataset:
 def _read_own_data(task: Task, path: Path, test_path: Path | None) -> CentralData:
     data = read_own_data(task, path)
     if test_path is None:
-        train, test = split_train_test(data, OWN_TEST_FRACTION, salt="central")
+        period_s = find_split_period_s(task)
+        train, test = split_train_test(data, OWN_TEST_FRACTION, salt="central", period_s=period_s)
     else:
         train, test = data, read_test_data(task, test_path, data)
     strata = None if is_of_classes(task, train) else _find_strata(task, train.targets)

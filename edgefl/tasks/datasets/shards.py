@@ -1,7 +1,7 @@
 """Shards on disk: one `.npz` and its card (a JSON file with its metadata), or a growing folder of `.npz` files.
 
 `inputs` [n, ...], or `inputs.NAME` for each array by name, `labels` [n] and, where examples have them, `weights` [n]
-are stored raw (pixels as bytes); a task
+and `times` are stored raw (pixels as bytes); a task
 turns them into features when it trains, so files stay small and a sample keeps its hash for ever. By that hash a
 device splits its data into a training and a test part.
 """
@@ -45,7 +45,7 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
 _ARRAYS = ("inputs", "labels")
-_WEIGHTS = "weights"
+_WEIGHTS, _TIMES = "weights", "times"
 _INPUT_PREFIX = "inputs."
 HASH_BYTES = 8
 MAX_OPEN_FILES = 64
@@ -217,9 +217,9 @@ def list_shard_files(folder: Path) -> list[Path]:
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
     """Writes `.npz` and card, each whole or not at all, without weak examples; returns the card with its counts."""
     data = drop_weak(data)
-    weights = {} if data.weights is None else {_WEIGHTS: data.weights}
+    optional = {name: getattr(data, name) for name in (_WEIGHTS, _TIMES) if getattr(data, name) is not None}
     with write_atomically(path) as file:
-        arrays: dict[str, Any] = {**pack_inputs(data.inputs), "labels": data.targets, **weights}
+        arrays: dict[str, Any] = {**pack_inputs(data.inputs), "labels": data.targets, **optional}
         np.savez(file, **arrays)
     is_counted = bool(metadata.labels) or not metadata.is_dataset
     counts = count_labels(data.targets) if is_counted else {}
@@ -269,7 +269,12 @@ def _read_cut_file(path: Path, task: Task) -> Dataset:
     if wrong := [name for name, array in arrays.items() if array.ndim == 0 or not _has_numbers(name, array)]:
         raise DataError(f"{wrong[0]} of shard {path} must be numbers [n, ...], got {arrays[wrong[0]].dtype}")
     try:
-        return Dataset(inputs=unpack_inputs(arrays), targets=arrays["labels"], weights=arrays.get(_WEIGHTS))
+        return Dataset(
+            inputs=unpack_inputs(arrays),
+            targets=arrays["labels"],
+            weights=arrays.get(_WEIGHTS),
+            times=arrays.get(_TIMES),
+        )
     except DataError as error:
         raise DataError(f"shard {path}: {error}") from None
 
@@ -442,25 +447,75 @@ def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
     return replace(without, inputs=StoredArray.concatenate([part.inputs for part in parts]))
 
 
-def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:
-    """Returns (train, test); a sample's side depends on its own bytes only.
+def split_train_test(
+    data: Dataset, test_fraction: float = 0.1, salt: str = "", *, period_s: float | None = None
+) -> tuple[Dataset, Dataset]:
+    """Returns (train, test), as `find_sides` says; either part of a very small shard may be empty.
 
-    Growing data never moves a sample, and copies of a sample stay on one side, so no trained sample is ever used
-    for a test; weak ones never are. Either part of a very small shard may be empty.
+    Raises:
+        ConfigError, DataError: as `find_sides`.
+    """
+    in_train, in_test = find_sides(data, test_fraction, salt, period_s=period_s)
+    return select_rows(data, in_train), select_rows(data, in_test)
+
+
+def find_sides(
+    data: Dataset, test_fraction: float, salt: str = "", *, period_s: float | None = None
+) -> tuple[Array, Array]:
+    """Returns [n] whether examples are trained on, and [n] whether they are tested on; a side is one for ever.
+
+    An example's side depends on its own bytes only, or with `period_s` on the number of its period since 1970. So
+    growing data never moves an example, and copies of one stay on one side; no example is ever trained on and used
+    for a test. Weak ones are never tested on. One whose time reaches from a period of one side into that of the
+    other, or over more than two, is on neither.
+
+    Args:
+        data: the examples.
+        test_fraction: of the examples, or of the periods.
+        salt: of the hash.
+        period_s: seconds of a period; None for no periods.
 
     Raises:
         ConfigError: `test_fraction` is not in [0, 1).
+        DataError: with `period_s`, no times are known, or no example lies on one side.
     """
     if not 0.0 <= test_fraction < 1.0:
         raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
     limit = np.uint64(test_fraction * 2.0**64)
-    in_test, filled = np.zeros(len(data), bool), 0
-    for hashes in _iterate_sample_hashes(data.inputs, salt):
-        in_test[filled : filled + len(hashes)] = hashes < limit
-        filled += len(hashes)
+    if period_s is None:
+        in_test, filled = np.zeros(len(data), bool), 0
+        for hashes in _iterate_sample_hashes(data.inputs, salt):
+            in_test[filled : filled + len(hashes)] = hashes < limit
+            filled += len(hashes)
+        in_train = ~in_test
+    else:
+        in_train, in_test = _find_sides_by_period(data, limit, salt, period_s)
     if data.weak is not None:
-        in_test &= ~data.weak
-    return select_rows(data, ~in_test), select_rows(data, in_test)
+        # By its own bytes a weak example is trained on; in a period that is kept for testing it is not.
+        in_train, in_test = in_train | (in_test & data.weak & (period_s is None)), in_test & ~data.weak
+    return in_train, in_test
+
+
+def _find_sides_by_period(data: Dataset, limit: np.uint64, salt: str, period_s: float) -> tuple[Array, Array]:
+    if not limit:
+        return np.ones(len(data), bool), np.zeros(len(data), bool)
+    if data.times is None:
+        raise DataError(
+            f"the data is to be split by periods of {period_s:g} s (split_period), and nothing says when its "
+            "examples were taken; let read return times, or cut the shards again from data that has them"
+        )
+    spans = data.times[:, None] if data.times.ndim == 1 else data.times
+    periods = np.floor(spans.astype(np.float64) / period_s).astype("<i8")
+    numbers, places = np.unique(periods, return_inverse=True)
+    hashes = np.concatenate([np.zeros(0, "<u8"), *_iterate_sample_hashes(numbers[:, None], f"period {salt}")])
+    is_test = (hashes < limit)[places.reshape(periods.shape)]
+    is_near = periods[:, -1] - periods[:, 0] <= 1  # of more periods the ones between would have to be asked, too
+    in_train, in_test = ~is_test.any(axis=1) & is_near, is_test.all(axis=1) & is_near
+    if len(data) and not (in_train.any() or in_test.any()):
+        raise DataError(
+            f"no example lies within periods of one side: they last longer than split_period, {period_s:g} s"
+        )
+    return in_train, in_test
 
 
 def drop_unlabelled(data: Dataset) -> Dataset:

@@ -31,6 +31,8 @@ from edgefl.tasks.losses.value_losses import (
 
 CLASS_LOSSES = (CrossEntropy.name, SquaredError.name)
 """Losses of the built-in classifiers in NumPy."""
+MAX_TIME_S = 2.0**53
+"""Up to this float64 has every second, and int64 the number of every period."""
 CHECK_ROWS = 65_536
 """Targets that are checked at once: a copy of all would be much of a small board's memory."""
 
@@ -158,10 +160,11 @@ def check_data(task: Task, data: Dataset) -> None:
     """Checks a task's data against its loss, as far as that is known without computing; see `Dataset` for weights.
 
     Raises:
-        DataError: targets are none for the loss, or weights are not finite numbers of at least 0, one an example.
+        DataError: targets are none for the loss, weights are not finite numbers of at least 0, one an example, or
+            times are none of `Dataset`.
         ConfigError: there is no such loss.
     """
-    for name in ("inputs", "weights", "groups"):
+    for name in ("inputs", "weights", "groups", "times"):
         part = getattr(data, name)
         if part is not None and len(part) != len(data):
             raise DataError(
@@ -175,6 +178,8 @@ def check_data(task: Task, data: Dataset) -> None:
             f"weights of task {task.name} must be finite numbers [n], at least 0, "
             f"got {weights.dtype} {list(weights.shape)}"
         )
+    if data.times is not None:
+        _check_times(task.name, data.times)
     loss = find_loss(task)
     if loss is None or isinstance(loss, Reconstruction):
         return
@@ -185,3 +190,13 @@ def check_data(task: Task, data: Dataset) -> None:
             loss.convert_targets(targets, None if num_outputs is None else (len(targets), num_outputs))
     except TaskError as error:
         raise DataError(f"data of task {task.name}: {error}") from None
+
+
+def _check_times(task: str, times: Array) -> None:
+    is_span = times.ndim == 2 and times.shape[1] == 2
+    is_right = times.dtype.kind in "fiu" and (times.ndim == 1 or is_span) and (np.abs(times) < MAX_TIME_S).all()
+    if not is_right or (is_span and (times[:, 0] > times[:, 1]).any()):
+        raise DataError(
+            f"times of task {task} must be seconds since 1970, [n], or [n, 2] from when to when, got {times.dtype} "
+            f"{list(times.shape)}{' with others among them' if times.dtype.kind in 'fiu' else ''}"
+        )
