@@ -231,6 +231,7 @@ def status(root: Path | None, style: str) -> None:
         "min_group": device.min_group,
         "max_epsilon": device.max_epsilon,
         "only_masked": device.only_masked,
+        "base_source": device.base_source,
         "drift_references": dict(device.drift_references),
         "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),

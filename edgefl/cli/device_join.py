@@ -306,6 +306,11 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     "masks; or in all runs, as at first.",
 )
 @click.option(
+    "--base-source",
+    metavar="FOLDER|none",
+    help="Look for bases and compiled tasks in FOLDER first, such as a mounted USB stick; `none` ends it.",
+)
+@click.option(
     "--drift",
     "drifts",
     multiple=True,
@@ -322,16 +327,18 @@ def set_(  # noqa: PLR0913 one argument per option
     min_group: int | None,
     max_epsilon: float | None,
     only_masked: bool | None,
+    base_source: str | None,
     drifts: tuple[str, ...],
 ) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    values = max_temperature, confine, conditions, min_group, max_epsilon, only_masked
+    values = max_temperature, confine, conditions, min_group, max_epsilon, only_masked, base_source
     if all(value is None for value in values) and not drifts:
         raise UsageError(
             "nothing to set; give --max-temperature CELSIUS, or none for no limit, --conditions FILE, "
-            "--confine POLICY, --min-group N, --max-epsilon EPSILON, --only-masked, or --drift TASK=first"
+            "--confine POLICY, --min-group N, --max-epsilon EPSILON, --only-masked, --base-source FOLDER, or "
+            "--drift TASK=first"
         )
     references = [_parse_reference(text) for text in drifts]
     state = DeviceStateDir.load(root)
@@ -356,8 +363,21 @@ def set_(  # noqa: PLR0913 one argument per option
     if only_masked is not None:
         state.update(only_masked=only_masked)
         click.echo(f"{state.device_id} trains " + ("with secure aggregation alone" if only_masked else "in all runs"))
+    if base_source is not None:
+        _save_base_source(state, base_source)
     for task, reference in references:
         _save_reference(state, task, reference)
+
+
+def _save_base_source(state: DeviceStateDir, text: str) -> None:
+    """Saves the folder in which bases are looked for first; it may be one that is not mounted now."""
+    folder = None if text == NO_LIMIT else str(Path(text).absolute())
+    state.update(base_source=folder)
+    if folder is None:
+        click.echo(f"{state.device_id} fetches bases from its coordinator alone")
+    else:
+        now = "" if Path(folder).is_dir() else ", which is not there now"
+        click.echo(f"{state.device_id} looks for bases in {folder} first{now}")
 
 
 def _save_conditions(state: DeviceStateDir, name: str) -> None:

@@ -458,6 +458,8 @@ class Agent:
             get_yields=lambda: self._gate.conditions.yields,
             charge_traffic=self._gate.charge_file,
             check_base_link=self._gate.require_base,
+            get_base_source=lambda: state.settings.base_source,
+            charge_copy=self._gate.charge_copy,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

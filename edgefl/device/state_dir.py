@@ -56,7 +56,7 @@ class DeviceSettings:
     an analysis is about no fewer than `min_group` of its examples; `drift_references` has by task what its newest
     data is compared with, a path or `first`; a task may spend at most `max_epsilon` of its examples' privacy over all
     runs, and then trains in private runs alone; None means no limit; with `only_masked` it trains in runs with
-    secure aggregation alone.
+    secure aggregation alone; a base is looked for in the folder `base_source` first, None means none.
     """
 
     device_id: str
@@ -76,6 +76,7 @@ class DeviceSettings:
     drift_references: Mapping[str, str] = field(default_factory=dict)
     max_epsilon: float | None = None
     only_masked: bool = False
+    base_source: str | None = None
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -319,7 +320,7 @@ def _parse_settings(path: Path, value: object) -> DeviceSettings:
 
 
 def _check_limits(path: Path, settings: DeviceSettings) -> None:
-    """Raises `ConfigError` where a limit of the board's owner is none."""
+    """Raises `ConfigError` where what the board's owner has set is none of it."""
     limit = settings.max_temperature_c
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
@@ -333,6 +334,8 @@ def _check_limits(path: Path, settings: DeviceSettings) -> None:
         raise ConfigError(f"{path} is damaged: max_epsilon must be a number above 0 or null, got {epsilon!r:.40}")
     if not isinstance(settings.only_masked, bool):
         raise ConfigError(f"{path} is damaged: only_masked must be true or false, got {settings.only_masked!r:.40}")
+    if settings.base_source is not None and not isinstance(settings.base_source, str):
+        raise ConfigError(f"{path} is damaged: base_source must be a text or null, got {settings.base_source!r:.40}")
 
 
 def _is_text_list(value: object) -> bool:

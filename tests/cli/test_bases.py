@@ -22,6 +22,14 @@ def test_a_file_becomes_a_base_with_a_name_and_goes_again(run, folder, tmp_path)
     (row,) = run("base", "list", "--dir", folder, "--format", "json").rows
     assert (row["name"], row["num_tensors"], row["num_parameters"]) == ("fc", 1, 6)
     assert "fc" in run("base", "list", "--dir", folder).out
+    copied = run("base", "copy", "fc", tmp_path, "--dir", folder)
+    assert copied.code == 0
+    assert "edgefl device set --base-source FOLDER" in copied.out
+    assert (tmp_path / f"{row['sha256']}.safetensors").read_bytes() == path.read_bytes()
+    (folder / "bases" / f"{row['sha256']}.safetensors").write_bytes(b"a failing disk")
+    assert "must have SHA-256" in run("base", "copy", "fc", tmp_path, "--dir", folder).err
+    assert (tmp_path / f"{row['sha256']}.safetensors").read_bytes() == path.read_bytes()
+    assert run("base", "add", path, "--dir", folder).code == 0
     assert run("base", "remove", "fc", "--dir", folder).out == f"removed {row['sha256']}\n"
     assert run("base", "list", "--dir", folder, "--format", "json").rows == []
     compiled = path.rename(path.with_suffix(".compiled"))

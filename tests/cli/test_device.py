@@ -105,6 +105,23 @@ def test_that_updates_leave_with_masks_alone_is_the_owner_s_and_not_so_at_first(
     refused(["device", "status", "--state", joined], 3, "only_masked must be true or false, got 1")
 
 
+def test_where_bases_are_looked_for_first_is_the_owner_s_and_nowhere_at_first(run, joined, refused, tmp_path):
+    def find():
+        return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["base_source"]
+
+    assert find() is None
+    assert "looks for bases in /media/none/here first, which is not there now" in (
+        run("device", "set", "--base-source", "/media/none/here", "--state", joined).out
+    )
+    assert (find(), limit(joined)) == ("/media/none/here", 75.0)
+    assert f"in {tmp_path} first\n" in run("device", "set", "--base-source", tmp_path, "--state", joined).out
+    assert "alone" in run("device", "set", "--base-source", "none", "--state", joined).out
+    assert find() is None
+    path = joined / "device.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_source": 7}))
+    refused(["device", "status", "--state", joined], 3, "base_source must be a text or null, got 7")
+
+
 def test_what_new_data_is_compared_with_is_the_owner_s_and_nothing_at_first(run, joined, refused, tmp_path):
     def find():
         return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["drift_references"]

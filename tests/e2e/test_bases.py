@@ -95,3 +95,22 @@ def test_an_agent_that_is_killed_while_a_base_comes_goes_on_from_there(tools, tm
         # What the killed agent had received it told nobody, and it is not sent again.
         assert downs["device-02"] < len(content) - present + 100_000
         assert downs["device-01"] > len(content)
+
+
+def test_a_board_takes_a_base_from_a_stick_and_the_coordinator_sends_it_none(tools, tmp_path, base):
+    devices, _ = partition_devices("digits", "iid", NUM_DEVICES, tmp_path / "shards", None, 7)
+    content = base.read_bytes()
+    stick = tmp_path / "stick"
+    stick.mkdir()
+    with tools.fleet(tmp_path / "fleet", devices) as fleet:
+        fleet.run_command("base", "add", str(base), "--name", "digits-base", "--dir", str(fleet.directory))
+        fleet.run_command("base", "copy", "digits-base", str(stick), "--dir", str(fleet.directory))
+        state = fleet.root / "device-02"
+        fleet.run_command("device", "set", "--base-source", str(stick), "--state", str(state))
+        run = {**RUN, "run": {**RUN["run"], "evaluate_on": "none"}}
+        done = fleet.wait_for_run(fleet.submit(parse_run(run)))
+        downs = count_bytes_down(fleet, done["run_id"])
+        sha256 = hashlib.sha256(content).hexdigest()
+        assert (state / "bases" / f"{sha256}.safetensors").read_bytes() == content
+    assert done["status"] == "finished"
+    assert downs["device-01"] > len(content) > 10 * downs["device-02"]

@@ -72,6 +72,17 @@ def remove(*, base: str, root: Path) -> None:
     click.echo(f"removed {_open_catalogue(root).remove(base)}")
 
 
+@command.command()
+@click.argument("base")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True))
+@dir_option
+def copy(*, base: str, folder: Path, root: Path) -> None:
+    """Copy BASE, a name or a SHA-256, into FOLDER, such as a USB stick, for boards that should not fetch it."""
+    path = _open_catalogue(root).copy(base, folder)
+    click.echo(f"{path} has {format_bytes(path.stat().st_size)}")
+    click.echo("next, on each board, with the path that the folder has there: edgefl device set --base-source FOLDER")
+
+
 def _open_catalogue(root: Path) -> BaseCatalogue:
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
     from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue  # noqa: PLC0415 likewise

@@ -336,10 +336,19 @@ class ConditionGate:
             if _has_budget(self._conditions, "written") and (blocker := self._find_used_budget(use)) is not None:
                 raise ConditionsEndedError(blocker.reason, blocker)
             self.charge_traffic(num_bytes)
-            if _has_budget(self._conditions, "written"):
-                self._charge(use)
-                # The kernel will count the same bytes.
-                self._written_bytes = (self._written_bytes or 0.0) + num_bytes
+            self.charge_copy(num_bytes)
+
+    def charge_copy(self, num_bytes: int) -> None:
+        """Charges a file that is written to disk, before that begins; raises `ConditionsEndedError` likewise."""
+        with self._lock:
+            if not _has_budget(self._conditions, "written"):
+                return
+            use = {"written": float(num_bytes)}
+            if (blocker := self._find_used_budget(use)) is not None:
+                raise ConditionsEndedError(blocker.reason, blocker)
+            self._charge(use)
+            # The kernel will count the same bytes.
+            self._written_bytes = (self._written_bytes or 0.0) + num_bytes
 
     def require_base(self) -> None:
         """Checks before a base is fetched for the admitted run and while it arrives, every half a second at most.

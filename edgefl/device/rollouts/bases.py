@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl.core.errors import DataError, NetworkError, TaskError
 from edgefl.core.protocol import BASES_PATH
 from edgefl.core.types import BASE_SUFFIX, derive_rng
-from edgefl.device.rollouts.download import PART_SUFFIX, DownloadSource, RemoteFile, download_file
-from edgefl.system.atomic_files import compute_sha256
+from edgefl.device.rollouts.download import (
+    CHUNK_BYTES,
+    PART_SUFFIX,
+    DownloadSource,
+    RemoteFile,
+    check_free_space,
+    download_file,
+)
+from edgefl.system.atomic_files import DISK_FULL_ERRNOS, compute_sha256, make_private_directory, make_store_error
 from edgefl.system.retries import Backoff
 from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.compiled.plan import CompiledPlan
@@ -23,12 +32,27 @@ FOLDER = "bases"
 """In the device's state directory."""
 MAX_BASES = 4
 """Files that stay on the card; an older one is fetched again if a run needs it."""
+MAX_LOCAL_FILES, MAX_HASHED_FILES = 1000, 8
+"""Of a local folder: files that are looked at, and those of the right size that are read."""
 MAX_TRIES = 8
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 
 
 FilePlan = AdaptPlan | CompiledPlan
 """What an instruction says of a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFolder:
+    """Folder that may have files of bases, such as a mounted USB stick.
+
+    Attributes:
+        get_path: returns it, None for none.
+        charge: called with the bytes that are copied from there, before that; what it raises ends the fetch.
+    """
+
+    get_path: Callable[[], str | None] = lambda: None
+    charge: Callable[[int], None] = lambda _: None
 
 
 class BaseFiles:
@@ -41,6 +65,7 @@ class BaseFiles:
         charge_traffic: called with the bytes of a transfer before it; what it raises ends the fetch, and what has
             arrived stays.
         check_link: called while a file arrives; likewise.
+        local: a folder in which a file is looked for first.
     """
 
     def __init__(
@@ -51,7 +76,9 @@ class BaseFiles:
         should_continue: Callable[[], bool] = lambda: True,
         charge_traffic: Callable[[int], None] = lambda _: None,
         check_link: Callable[[], None] = lambda: None,
+        local: LocalFolder | None = None,
     ) -> None:
+        self._local = local or LocalFolder()
         self._charge_traffic, self._check_link = charge_traffic, check_link
         self.folder, self._get_source, self._should_continue = folder, get_source, should_continue
         self._verified: set[str] = set()
@@ -76,7 +103,9 @@ class BaseFiles:
         if self._get_source is None:
             raise TaskError(f"the base {plan.sha256[:12]} is not on this device, and this process has no connection")
         self._remove_older(plan.sha256)
-        self._download(plan)
+        if (source := self._find_local(plan)) is not None:
+            self._copy(source, plan)
+        self._download(plan)  # what is still missing; it checks the whole
         self._verified.add(plan.sha256)
         log.info("base %s is here, %d bytes", plan.sha256[:12], plan.num_bytes)
         return path
@@ -85,6 +114,52 @@ class BaseFiles:
         """Returns and clears the number of bytes that were fetched."""
         received, self._received_bytes = self._received_bytes, 0
         return received
+
+    def _find_local(self, plan: FilePlan) -> Path | None:
+        """Returns the file of a plan in the local folder: by its name, else by its size and content."""
+        folder = self._local.get_path()
+        if folder is None:
+            return None
+        try:
+            named = Path(folder) / f"{plan.sha256}{BASE_SUFFIX}"
+            listed = [named] if named.exists() else sorted(itertools.islice(Path(folder).iterdir(), MAX_LOCAL_FILES))
+            alike = [path for path in listed if path.is_file() and path.stat().st_size == plan.num_bytes]
+            for path in alike[:MAX_HASHED_FILES]:
+                if path == named or compute_sha256(path) == plan.sha256:
+                    return path
+        except OSError as error:  # no stick is plugged in, or it has just been pulled
+            log.info("no base is taken from %s: %s", folder, error.strerror or error)
+        return None
+
+    def _copy(self, source: Path, plan: FilePlan) -> None:
+        """Appends what is missing of a file to its beginning on the card, as far as the source can be read.
+
+        Raises:
+            NetworkError: this is stopping.
+            StoreError: the card cannot be written.
+        """
+        make_private_directory(self.folder)
+        part = self.folder / f"{plan.sha256}{PART_SUFFIX}"
+        try:
+            with source.open("rb") as file, part.open("ab") as copy:
+                missing = plan.num_bytes - copy.tell()
+                if missing <= 0:
+                    return
+                check_free_space(self.folder, missing, "the base needs")
+                self._local.charge(missing)
+                file.seek(copy.tell())
+                while missing > 0 and (chunk := file.read(min(missing, CHUNK_BYTES))):
+                    copy.write(chunk)
+                    missing -= len(chunk)
+                    if not self._should_continue():
+                        raise NetworkError(f"the base {plan.sha256[:12]} was not copied to its end: this is stopping")
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRNOS:
+                part.unlink(missing_ok=True)
+                raise make_store_error(part, error) from None
+            log.warning("%s could not be copied to its end: %s", source, error.strerror or error)
+        else:
+            log.info("base %s was copied from %s", plan.sha256[:12], source)
 
     def _download(self, plan: FilePlan) -> None:
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=derive_rng(time.time_ns()))
@@ -110,7 +185,8 @@ class BaseFiles:
         )
         part = self.folder / f"{plan.sha256}{PART_SUFFIX}"
         present = part.stat().st_size if part.is_file() else 0
-        self._charge_traffic(max(0, plan.num_bytes - present))
+        if present != plan.num_bytes:  # else nothing is transferred, whatever the network
+            self._charge_traffic(max(0, plan.num_bytes - present))
         try:
             download_file(self._get_source(), remote, self.folder, self._should_receive)
         finally:

@@ -62,7 +62,7 @@ from edgefl.device.drift_watch import DriftWatch
 from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
 from edgefl.device.rollouts.bases import FOLDER as BASES_FOLDER
-from edgefl.device.rollouts.bases import BaseFiles
+from edgefl.device.rollouts.bases import BaseFiles, LocalFolder
 from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.training.client_state import ClientState
 from edgefl.device.training.collective_worker import CollectiveWorker
@@ -133,6 +133,8 @@ class DeviceTrainer:
         check_conditions: called at every iteration; raises `ConditionsEndedError` where this board may not go on.
         charge_traffic: called with the bytes of a base before it is fetched; raises likewise.
         check_base_link: called while a base arrives; raises likewise.
+        get_base_source: returns the folder, such as a USB stick, in which a base is looked for first; None for none.
+        charge_copy: called with the bytes of a base before it is copied from there; raises likewise.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -159,6 +161,8 @@ class DeviceTrainer:
         check_conditions: Callable[[], None] = lambda: None,
         charge_traffic: Callable[[int], None] = lambda _: None,
         check_base_link: Callable[[], None] = lambda: None,
+        get_base_source: Callable[[], str | None] = lambda: None,
+        charge_copy: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._check_conditions = check_conditions
         self._get_source, self._get_max_epsilon = get_source, get_max_epsilon
@@ -173,6 +177,7 @@ class DeviceTrainer:
             should_continue=self._should_continue_fetching,
             charge_traffic=charge_traffic,
             check_link=check_base_link,
+            local=LocalFolder(get_path=get_base_source, charge=charge_copy),
         )
         self._task_cache = TaskCache(
             shards,

@@ -109,6 +109,21 @@ class BaseCatalogue:
             f"there is no base {text[:80]!r}, only {listed}; bring it: edgefl base add FILE --name NAME"
         )
 
+    def copy(self, text: str, folder: Path) -> Path:
+        """Copies a base into a folder under its SHA-256, checked, and returns the file there.
+
+        Raises:
+            NotFoundError: there is no such base.
+            DataError: it is damaged.
+            StoreError: the folder cannot be written.
+        """
+        path = self.find(text)
+        try:
+            copy_file(path, folder / path.name, path.stem)
+        except OSError as error:
+            raise make_store_error(folder, error) from None
+        return folder / path.name
+
     def remove(self, text: str) -> str:
         """Removes a base, and its names; returns its SHA-256. Runs that train on it cannot go on without."""
         path = self.find(text)

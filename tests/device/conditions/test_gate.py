@@ -407,6 +407,18 @@ def test_what_is_written_to_disk_counts_from_the_budget_on_and_ends_work_before_
             board.gate.require()
 
 
+def test_a_base_from_a_stick_counts_as_written_and_a_metered_link_does_not_keep_it_away(board):
+    plant(board.root, {**METERED, "proc/self/io": "write_bytes: 5\n", "proc/self/task/7/children": ""})
+    budgets = b"[conditions.day]\nwritten_mb = 10\ntraffic_mb = 1\n"
+    save_conditions(board.folder, b'[conditions]\nunmetered = ["bases"]\n' + budgets)
+    with board.gate.work():
+        board.gate.charge_copy(8_000_000)
+        with pytest.raises(ConditionsEndedError, match="its 10 MB written of this day are used up"):
+            board.gate.charge_copy(3_000_000)
+        board.gate.charge_copy(1_000_000)
+    assert board.gate.describe_budgets()["written a day"] == "9 of 10 MB written"
+
+
 def test_what_was_written_before_a_budget_that_comes_within_a_work_does_not_count(board):
     plant(board.root, {"proc/self/io": "write_bytes: 900000000\n"})
     with board.gate.work():

@@ -12,7 +12,7 @@ from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import NetworkError, NotFoundError, TaskError
 from edgefl.device.rollouts import bases
-from edgefl.device.rollouts.bases import MAX_BASES, BaseFiles
+from edgefl.device.rollouts.bases import MAX_BASES, BaseFiles, LocalFolder
 from edgefl.tasks.adaptation.base_file import AdaptPlan
 
 BODY = np.random.default_rng(7).bytes(100_000)
@@ -102,3 +102,68 @@ def test_the_oldest_of_many_bases_makes_room(source, tmp_path):
     BaseFiles(folder, source.source).fetch(replace(PLAN))
     kept = [f"{number:064x}.safetensors" for number in range(2, MAX_BASES + 1)]
     assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, f"{SHA256}.safetensors"])
+
+
+def open_with(tmp_path, source, stick, **options):
+    return BaseFiles(tmp_path / "bases", source.source, local=LocalFolder(get_path=lambda: str(stick), **options))
+
+
+@pytest.mark.parametrize("name", [f"{SHA256}.safetensors", "mobilenet.safetensors"])
+def test_it_is_copied_from_a_stick_by_its_name_or_content_and_nothing_is_sent(source, tmp_path, name):
+    stick, copied, sent = tmp_path / "stick", [], []
+    stick.mkdir()
+    (stick / "another.safetensors").write_bytes(b"x" * len(BODY))
+    (stick / name).write_bytes(BODY)
+    folder = LocalFolder(get_path=lambda: str(stick), charge=copied.append)
+    files = BaseFiles(tmp_path / "bases", source.source, local=folder, charge_traffic=sent.append)
+    assert files.fetch(PLAN).read_bytes() == BODY
+    assert (source.ranges, copied, sent, files.pop_received_bytes()) == ([], [len(BODY)], [], 0)
+
+
+@pytest.mark.parametrize("content", [b"x" * len(BODY), BODY[:-1], b"", None])
+def test_a_stick_that_has_it_not_or_damaged_leaves_it_to_the_coordinator(source, tmp_path, content):
+    stick = tmp_path / "stick"
+    if content is not None:
+        stick.mkdir()
+        (stick / f"{SHA256}.safetensors").write_bytes(content)
+    files = open_with(tmp_path, source, stick)
+    assert files.fetch(PLAN).read_bytes() == BODY
+    assert (source.ranges, files.pop_received_bytes()) == (["bytes=0-"], len(BODY))
+
+
+def test_a_copy_goes_on_where_it_was_ended_and_a_pulled_stick_where_the_coordinator_does(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bases, "CHUNK_BYTES", 40_000)
+    stick, part, copied = tmp_path / "stick", tmp_path / "bases" / f"{SHA256}.part", []
+    stick.mkdir()
+    (stick / f"{SHA256}.safetensors").write_bytes(BODY)
+    stopping = BaseFiles(
+        tmp_path / "bases",
+        source.source,
+        should_continue=lambda: False,
+        local=LocalFolder(get_path=lambda: str(stick), charge=copied.append),
+    )
+    with pytest.raises(NetworkError, match="was not copied to its end: this is stopping"):
+        stopping.fetch(PLAN)
+    assert part.read_bytes() == BODY[:40_000]
+    part.write_bytes(BODY[:50_000])
+    assert open_with(tmp_path, source, stick, charge=copied.append).fetch(PLAN).read_bytes() == BODY
+    assert (source.ranges, copied) == ([], [len(BODY), len(BODY) - 50_000])
+    (tmp_path / "bases" / f"{SHA256}.safetensors").unlink()
+    part.write_bytes(BODY[:60_000])
+    (stick / f"{SHA256}.safetensors").unlink()
+    assert open_with(tmp_path, source, stick).fetch(PLAN).read_bytes() == BODY
+    assert source.ranges == ["bytes=60000-"]
+
+
+def test_a_budget_for_writing_ends_a_copy_before_it_begins(source, tmp_path):
+    def refuse(num_bytes):
+        raise ConditionsEndedError(f"{num_bytes} bytes are too many")
+
+    stick = tmp_path / "stick"
+    stick.mkdir()
+    (stick / f"{SHA256}.safetensors").write_bytes(BODY)
+    with pytest.raises(ConditionsEndedError, match=f"{len(BODY)} bytes are too many"):
+        open_with(tmp_path, source, stick, charge=refuse).fetch(PLAN)
+    assert source.ranges == []
