@@ -1,5 +1,8 @@
 """`edgefl base`: what an operator brings, sees and removes."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -40,3 +43,16 @@ def test_what_is_no_base_is_one_line(refused, folder, tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"no")
     refused(("base", "add", path, "--name", "fc", "--dir", folder), 4, "is no safetensors file")
+
+
+def test_weights_of_the_hub_are_brought_by_name_and_nothing_else_stays(run, refused, folder, tmp_path, monkeypatch):
+    save_file({"fc.weight": np.ones((2, 3), np.float32)}, tmp_path / "cached")
+    hub = SimpleNamespace(hf_hub_download=lambda *_, **__: str(tmp_path / "cached"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    added = run("base", "add", "hf:lab/tiny", "--name", "tiny", "--dir", folder)
+    assert added.code == 0
+    assert 'next: base = "tiny" in [adapt]' in added.out
+    (row,) = run("base", "list", "--dir", folder, "--format", "json").rows
+    refused(("base", "add", "hf:lab/tiny", "--sha256", "ab" * 32, "--dir", folder), 4, "must have SHA-256 abab")
+    names = [f"{row['sha256']}.safetensors", "names.json"]
+    assert sorted(path.name for path in (folder / "bases").iterdir()) == names

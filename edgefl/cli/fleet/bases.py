@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,28 +30,56 @@ def command() -> None:
     """
 
 
+class _WeightsType(FileOrObjectType):
+    """As its base class, or pretrained weights, as a text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        is_name = isinstance(value, str) and value.startswith(("torchvision:", "timm:", "hf:"))
+        return value if is_name else super().convert(value, param, ctx)
+
+
+@contextmanager
+def _fetched_weights(name: str, path: Path) -> Iterator[Path]:
+    """Yields a file of pretrained weights, and removes it afterwards; raises as `fetch_weights`."""
+    from edgefl.system.atomic_files import make_private_directory  # noqa: PLC0415 fast start
+    from edgefl.tasks.learners.torch_weights import fetch_weights  # noqa: PLC0415 likewise
+
+    make_private_directory(path.parent)
+    try:
+        fetch_weights(name, path)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
 @command.command()
-@click.argument("file", type=FileOrObjectType())
+@click.argument("file", type=_WeightsType())
 @click.option("--name", help="What run files call it: letters, digits and dashes [default: its SHA-256 alone].")
 @click.option("--sha256", metavar="HEX", help="It must have this SHA-256.")
 @dir_option
-def add(*, file: Path | ObjectAddress, name: str | None, sha256: str | None, root: Path) -> None:
+def add(*, file: Path | ObjectAddress | str, name: str | None, sha256: str | None, root: Path) -> None:
     """Copy FILE (safetensors) into the coordinator's directory, named by its SHA-256.
 
-    FILE may be s3://BUCKET/KEY, which is fetched, on from where an earlier try broke off.
+    FILE may be s3://BUCKET/KEY, which is fetched, on from where an earlier try broke off; or pretrained weights:
+    torchvision:NAME, timm:NAME or hf:OWNER/REPOSITORY, by those libraries, where there is a network.
     """
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
     from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES  # noqa: PLC0415 likewise
 
     folder = load_directory(root).bases
     fetch_name = f".fetched-{hashlib.sha256(str(file).encode()).hexdigest()[:SHORT_HASH_DIGITS]}"
-    with fetched_file(file, folder, fetch_name, max_bytes=MAX_BASE_BYTES, sha256=sha256) as path:
+    with (
+        _fetched_weights(file, folder / fetch_name)
+        if isinstance(file, str)
+        else fetched_file(file, folder, fetch_name, max_bytes=MAX_BASE_BYTES, sha256=sha256)
+    ) as path:
         base = _open_catalogue(root).add(path, name, sha256=sha256)
     click.echo(
         f"{base.name or 'base'} is {base.sha256}: {base.num_tensors} tensors, {base.num_parameters} numbers, "
         f"{format_bytes(base.bytes_file)}"
     )
-    setting, table = ("compiled", "run") if file.name.endswith(COMPILED_SUFFIX) else ("base", "adapt")
+    is_compiled = not isinstance(file, str) and file.name.endswith(COMPILED_SUFFIX)
+    setting, table = ("compiled", "run") if is_compiled else ("base", "adapt")
     click.echo(f'next: {setting} = "{base.name or base.sha256[:SHORT_HASH_DIGITS]}" in [{table}] of a run file')
 
 

@@ -674,8 +674,17 @@ def make_resizing_prepare(prepare: Callable[[Array], Array], *, channels: int, s
     return prepared
 
 
-def _load_library_builder(target: str) -> Callable[..., Any]:
-    """Returns the builder of a classification network of `LIBRARIES`; no weights are downloaded."""
+def find_library_network(target: str, *, may_have_tag: bool = False) -> tuple[Any, str]:
+    """Returns the module of `LIBRARIES` that builds a classification network, and the name that it has there.
+
+    Args:
+        target: its name, such as `timm:resnet18`.
+        may_have_tag: whether that of weights may be behind a name of timm, as in `resnet18.a1_in1k`.
+
+    Raises:
+        ConfigError: the library has no such network.
+        TaskError: it is missing.
+    """
     backend = import_torch()
     library, _, name = target.partition(":")
     is_timm = library == "timm"
@@ -683,10 +692,17 @@ def _load_library_builder(target: str) -> Callable[..., Any]:
     purpose = f"model {target:.100} needs the {library} of torch {backend.__version__}"
     models = import_extra(module, purpose, format_install_command(library))
     known = models.list_models() if is_timm else models.list_models(module=models)
-    if name not in known:
+    if (name.partition(".")[0] if is_timm and may_have_tag else name) not in known:
         similar = find_similar(name, known)
         listing = f"did you mean {similar}?" if similar else f"{module}.list_models() has those that there are"
         raise ConfigError(f"model {target:.100}: {library} has no such network; {listing}")
+    return models, name
+
+
+def _load_library_builder(target: str) -> Callable[..., Any]:
+    """Returns the builder of a classification network of `LIBRARIES`; no weights are downloaded."""
+    backend, is_timm = import_torch(), target.startswith("timm:")
+    models, name = find_library_network(target)
     create: Callable[..., Any] = models.create_model if is_timm else models.get_model
     options: dict[str, Any] = {"pretrained": False} if is_timm else {"weights": None}
     if not is_timm and name in _WITH_AUXILIARY_LOGITS:
