@@ -42,7 +42,7 @@ class _WeightsType(FileOrObjectType):
 def _fetched_weights(name: str, path: Path) -> Iterator[Path]:
     """Yields a file of pretrained weights, and removes it afterwards; raises as `fetch_weights`."""
     from edgefl.system.atomic_files import make_private_directory  # noqa: PLC0415 fast start
-    from edgefl.tasks.learners.torch_weights import fetch_weights  # noqa: PLC0415 likewise
+    from edgefl.tasks.adaptation.pretrained_weights import fetch_weights  # noqa: PLC0415 likewise
 
     make_private_directory(path.parent)
     try:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgefl.core.errors import NetworkError, TaskError, UsageError
-from edgefl.tasks.learners.torch_weights import fetch_weights
+from edgefl.tasks.adaptation.pretrained_weights import fetch_weights
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
 
