@@ -102,7 +102,7 @@ EXAMPLES = {
     "audit privacy": "audit privacy run.toml --devices 20 --canaries 200",
     "base add": "base add mobilenet.safetensors --name mobilenet-v2",
     "base list": "base list",
-    "base copy": "base copy mobilenet-v2 /media/stick",
+    "base copy": "base copy mobilenet-v2 /srv/stick",
     "base remove": "base remove mobilenet-v2",
     "codecs bench": "codecs bench --codec 'topk:0.01|int8'",
     "codecs list": "codecs list",
