@@ -58,7 +58,7 @@ MOST_OFF = 0.04
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run; `examples` are those of all boards, None for all; `model` is that of the task, None for its default."""
+    """One run; `examples` are those of all boards, None for all; `model` is of the task, None for its default one."""
 
     data_set: str
     partition: str
