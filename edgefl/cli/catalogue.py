@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -394,15 +395,15 @@ def quickstart(  # noqa: PLR0913 one per question
     click.echo(f"{out}: {config.strategy.name} on {task} with {boards} boards. Next:")
     module, separator, _ = task.partition(":")
     trial = f"--shards DIR --allow-module {module}" if separator else f"--devices {boards}"
-    trial = trial if path is None else f"--data {path} {trial}"
+    trial, file = trial if path is None else f"--data {quote(str(path))} {trial}", quote(str(out))
     shard = f"edgefl device shard add {task} PATH"
     for command, meaning in (
-        (f"edgefl simulate {out} {trial}", "try it here, without boards"),
+        (f"edgefl simulate {file} {trial}", "try it here, without boards"),
         ("edgefl coordinator init", "make a fleet; then: edgefl coordinator start"),
         (f"edgefl coordinator token --uses {boards}", "prints the line to type on each board"),
         *([] if path is None else [(shard, "on each board: its own data")]),
-        (f"edgefl run submit {out} --dry-run", "who would take part"),
-        (f"edgefl run submit {out} --watch", "train"),
+        (f"edgefl run submit {file} --dry-run", "who would take part"),
+        (f"edgefl run submit {file} --watch", "train"),
     ):
         click.echo(f"  {command:<43} # {meaning}")
 

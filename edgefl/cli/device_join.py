@@ -371,6 +371,8 @@ def set_(  # noqa: PLR0913 one argument per option
 
 def _save_base_source(state: DeviceStateDir, text: str) -> None:
     """Saves the folder in which bases are looked for first; it may be one that is not mounted now."""
+    from edgefl.device.enrolment.join_file import is_hidden  # noqa: PLC0415 fast start
+
     folder = None if text == NO_LIMIT else str(Path(text).absolute())
     state.update(base_source=folder)
     if folder is None:
@@ -378,6 +380,8 @@ def _save_base_source(state: DeviceStateDir, text: str) -> None:
     else:
         now = "" if Path(folder).is_dir() else ", which is not there now"
         click.echo(f"{state.device_id} looks for bases in {folder} first{now}")
+        if is_hidden(f"{folder}/"):
+            click.echo("as a service it sees none of /home, /root, /tmp: mount it below /media or /srv", err=True)
 
 
 def _save_conditions(state: DeviceStateDir, name: str) -> None:

@@ -83,7 +83,7 @@ from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, write_atomic
 from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.datasets.partitioning import parse_scheme
-from edgefl.tasks.registry import find_split_period_s, import_torch
+from edgefl.tasks.registry import import_torch
 
 log = logging.getLogger(__name__)
 
@@ -391,8 +391,7 @@ class _Simulation:
             raise ConfigError("split.after needs training: without it nothing says how large activations become")
         num_root = self._components.strategy.root_examples
         if data is not None and num_root:
-            period_s = find_split_period_s(make_run_task(config))
-            self._data = data = reserve_root(data, num_root, period_s=period_s)
+            self._data = data = reserve_root(data, num_root)
         names = make_device_names(config.simulation.devices)
         shapes = self._components.shapes
         faults = load_run_faults(config, names)

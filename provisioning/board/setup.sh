@@ -24,7 +24,13 @@ fail() {
 # Letters that mean nothing to JSON, a unit or a shell: so words need no quoting.
 check_word() {
     case "$1" in
-        "" | *[!A-Za-z0-9_./:+@,=-]* | */../*) fail "a word may have letters, digits and _ . / : + @ , = - alone, got $1" ;;
+        "" | *[!A-Za-z0-9_./:+@,=-]*) fail "a word may have letters, digits and _ . / : + @ , = - alone, got $1" ;;
+    esac
+}
+
+check_path() {
+    case "$1/" in
+        *:* | */../*) fail "a path of data may have no : and no .. in it, got $1" ;;
     esac
 }
 
@@ -49,6 +55,7 @@ read_arguments() {
             *) fail "data is TASK=PATH with an absolute path on this board, such as digits=/home/pi/data.npz, got $1" ;;
         esac
         check_word "$1"
+        check_path "${1#*=}"
         shards="$shards${shards:+, }\"${1%%=*}\": \"${1#*=}\""
         add_folder "${1#*=}"
         shift
@@ -59,6 +66,12 @@ read_arguments() {
     esac
     if [ -z "$root" ] && [ "$(id -u)" != 0 ]; then
         fail "this must be run by root: put sudo before sh"
+    fi
+    is_member=no
+    [ ! -e "$root/var/lib/edgefl/device.json" ] || is_member=yes
+    if [ "$is_member" = yes ] && [ -n "$shards$name" ]; then
+        fail "this board has joined a fleet already; without TASK=PATH and --name edgefl is updated; add data with:" \
+            "sudo /opt/edgefl/current/bin/python -m edgefl device shard add TASK PATH --state /var/lib/edgefl"
     fi
 }
 
@@ -80,11 +93,13 @@ add_folder() {
 download() {
     folder=$(mktemp -d "$root/var/tmp/edgefl.XXXXXXXX")
     trap 'rm -rf "$folder"' EXIT
+    trap 'exit 130' HUP INT TERM # else the line above is not done
     say "downloading edgefl from $url"
     printf 'Authorization: Bearer %s\n' "$EDGEFL_JOIN_TOKEN" |
         curl --silent --show-error --insecure --pinnedpubkey "$pin" --header @- --output "$folder/answer" \
             --write-out '%{http_code}\n' "$url/edgefl/v1/setup/payload.tar" >"$folder/status" ||
-        fail "the coordinator cannot be reached, or has another key than this line says; make a new token"
+        fail "nothing was downloaded: the coordinator cannot be reached, has another key than this line says (make a" \
+            "new token), or this board is full; curl's words are above"
     [ "$(cat "$folder/status")" = 200 ] || fail "the coordinator refuses: $(head -c 600 "$folder/answer" | tr -d '\000')"
     mkdir "$folder/edgefl"
     tar -xf "$folder/answer" -C "$folder/edgefl" || fail "the download broke off; paste the line again"
@@ -110,6 +125,11 @@ write_join_file() {
 }
 
 wait_until_joined() {
+    rm -rf "$folder/edgefl/join.json" "$folder/edgefl/wheels"
+    if [ "$is_member" = yes ]; then
+        say "this board has joined a fleet already and stays in it; edgefl is up to date"
+        return 0
+    fi
     [ -z "$root" ] || return 0
     say "joining; this takes up to $wait_s s"
     sh "$folder/edgefl/await.sh" "$wait_s" >"$folder/told" ||
@@ -120,8 +140,11 @@ wait_until_joined() {
 main() {
     read_arguments "$@"
     download
-    write_shard_units
-    write_join_file
+    if [ "$is_member" = no ]; then
+        write_shard_units
+        write_join_file
+        systemctl reset-failed edgefl-join.service 2>/dev/null || true # of an earlier try
+    fi
     sh "$folder/edgefl/install.sh" "$folder/edgefl"
     wait_until_joined
 }

@@ -29,6 +29,7 @@ def test_a_file_becomes_a_base_with_a_name_and_goes_again(run, folder, tmp_path)
     assert copied.code == 0
     assert "edgefl device set --base-source FOLDER" in copied.out
     assert (tmp_path / f"{row['sha256']}.safetensors").read_bytes() == path.read_bytes()
+    assert (tmp_path / f"{row['sha256']}.safetensors").stat().st_mode & 0o777 == 0o644, "others read it on a board"
     (folder / "bases" / f"{row['sha256']}.safetensors").write_bytes(b"a failing disk")
     assert "must have SHA-256" in run("base", "copy", "fc", tmp_path, "--dir", folder).err
     assert (tmp_path / f"{row['sha256']}.safetensors").read_bytes() == path.read_bytes()

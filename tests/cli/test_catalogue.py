@@ -235,8 +235,8 @@ def test_quickstart_for_a_task_of_one_s_own_says_how_its_data_is_simulated(run, 
 
 @pytest.fixture
 def own_data(tmp_path):
-    rows = [f"2026-01-{1 + i % 28:02},{i % 7},{10 * (i % 7) - 20}.5,{i % 3},{'ab'[i % 2]}" for i in range(60)]
-    (tmp_path / "pump.csv").write_text("\n".join(["time,load,hours,mode,state", *rows]) + "\n")
+    rows = [f"2026-01-{1 + i % 28:02},x,{i % 7},{10 * (i % 7) - 20}.5,{i % 3},{'ab'[i % 2]}" for i in range(60)]
+    (tmp_path / "pump.csv").write_text("\n".join(["time,same,load,hours,mode,state", *rows]) + "\n")
     for name in ("crack", "whole", ".cache"):
         (tmp_path / "parts" / name).mkdir(parents=True)
     for name in ("crack", "whole"):
@@ -285,10 +285,13 @@ def test_quickstart_reads_columns_and_classes_of_data_of_one_s_own(
         (("--data", "digits", "--target", "hours"), 2, "--target names a column of a file; digits is a task"),
         (("--data", "readme.txt"), 4, "readme.txt, row 1: 2 cells, the first line has 1"),
         (("--data", "."), 4, "has no column of numbers beside"),
+        (("--data", "pump.csv", "--target", "time"), 4, "has more than 3 different texts, too many for classes"),
+        (("--data", "pump.csv", "--target", "same"), 4, "'same' is the same in all rows"),
     ],
 )
 def test_quickstart_refuses_data_that_it_cannot_read(refused, own_data, monkeypatch, options, code, text):
     monkeypatch.chdir(own_data)
+    monkeypatch.setattr("edgefl.tasks.configured.suggestion.MAX_LABELS", 3)
     if options[1] == ".":
         (own_data / "pump.csv").write_text("a,b\nx,y\n")
     refused(["quickstart", *options], code, text)

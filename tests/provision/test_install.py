@@ -433,7 +433,9 @@ def test_a_pasted_line_that_is_wrong_installs_nothing_and_says_why(board: Board,
         line: "data is TASK=PATH",
         line.replace("TASK=PATH", "digits=data.npz"): "data is TASK=PATH with an absolute path",
         line.replace("TASK=PATH", "digits='/srv/a\"b'"): "a word may have letters",
-        line.replace("TASK=PATH", "digits=/srv/../etc"): "a word may have letters",
+        line.replace("TASK=PATH", "digits=/srv/../etc"): "a path of data may have no",
+        line.replace("TASK=PATH", "digits=/srv/.."): "a path of data may have no",
+        line.replace("TASK=PATH", "digits=/srv/a:b"): "a path of data may have no",
         line.replace(" TASK=PATH", " --name"): "--name needs a word",
         line.replace(" TASK=PATH", "").replace("efl1.", "", 1): "holds no token",
         over and over.replace(" TASK=PATH", ""): "the token expired",
@@ -448,6 +450,40 @@ def test_a_pasted_line_that_is_wrong_installs_nothing_and_says_why(board: Board,
         assert list((board.root / "var/tmp").iterdir()) == []
     assert not (board.root / "opt").exists()
     assert not (board.root / "etc").exists()
+
+
+@NEEDS_CURL
+def test_a_pasted_line_updates_a_board_that_has_joined_and_leaves_it_in_its_fleet(
+    board: Board, front_door: Any
+) -> None:
+    _offer(board, front_door)
+    state, units = board.root / "var/lib/edgefl", board.root / "etc/systemd/system/edgefl-device.service.d"
+    state.mkdir(parents=True)
+    (state / "device.json").write_text("{}")
+    units.mkdir(parents=True)
+    (units / "20-shards.conf").write_text("its data")
+    line = format_setup_command(front_door.token(), front_door.directory)
+    assert line is not None
+    refused = _paste(board, line.replace("TASK=PATH", "digits=/home/pi/other/data.npz"))
+    assert (refused.returncode, "has joined a fleet already" in refused.stderr) == (1, True)
+    assert not (board.root / "opt").exists()
+    done = _paste(board, line.replace(" TASK=PATH", ""))
+    assert done.returncode == 0, done.stderr
+    assert "stays in it; edgefl is up to date" in done.stdout
+    assert board.runs() == "edgefl, version 1.0"
+    assert (units / "20-shards.conf").read_text() == "its data"
+    assert not (board.root / "etc/edgefl/join.json").exists()
+
+
+@NEEDS_CURL
+def test_a_setup_that_is_interrupted_leaves_no_token_behind(board: Board, front_door: Any) -> None:
+    _offer(board, front_door)
+    board.program("curl", f'case "$*" in *payload.tar*) kill -INT "$PPID" ;; esac\nexec {shutil.which("curl")} "$@"')
+    line = format_setup_command(front_door.token(), front_door.directory)
+    assert line is not None
+    _paste(board, line.replace(" TASK=PATH", ""))
+    assert list((board.root / "var/tmp").iterdir()) == []
+    assert not (board.root / "opt").exists()
 
 
 @NEEDS_CURL

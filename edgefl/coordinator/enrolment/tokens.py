@@ -6,6 +6,7 @@ import base64
 import re
 import secrets
 from collections.abc import Sequence
+from shlex import quote
 
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import UsageError
@@ -87,8 +88,8 @@ def format_setup_command(token: JoinToken, directory: CoordinatorDirectory) -> s
     url = f"https://{token.addresses[0]}"
     key = bytes.fromhex(certificate_fingerprint(directory.server_cert.read_bytes()))
     pin = f"sha256//{base64.b64encode(key).decode()}"
-    fetch = f"curl -fsSk --pinnedpubkey {pin} {url}/edgefl/v1/setup/setup.sh"
-    run = f"sudo --preserve-env={JOIN_TOKEN_VARIABLE} sh -s -- {url} {pin}"
+    fetch = f"curl -fsSk --pinnedpubkey {pin} {quote(url + '/edgefl/v1/setup/setup.sh')}"
+    run = f"sudo --preserve-env={JOIN_TOKEN_VARIABLE} sh -s -- {quote(url)} {pin}"
     return f"export {JOIN_TOKEN_VARIABLE}={token.text()}; {fetch} | {run} TASK=PATH"
 
 

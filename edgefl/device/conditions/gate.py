@@ -339,12 +339,16 @@ class ConditionGate:
             self.charge_copy(num_bytes)
 
     def charge_copy(self, num_bytes: int) -> None:
-        """Charges a file that is written to disk, before that begins; raises `ConditionsEndedError` likewise."""
+        """Charges a file that is written to disk, before that begins; a number below 0 gives back what was not.
+
+        Raises:
+            ConditionsEndedError: it does not fit into a budget.
+        """
         with self._lock:
             if not _has_budget(self._conditions, "written"):
                 return
             use = {"written": float(num_bytes)}
-            if (blocker := self._find_used_budget(use)) is not None:
+            if num_bytes > 0 and (blocker := self._find_used_budget(use)) is not None:
                 raise ConditionsEndedError(blocker.reason, blocker)
             self._charge(use)
             # The kernel will count the same bytes.

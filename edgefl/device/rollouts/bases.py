@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import os
@@ -48,7 +49,8 @@ class LocalFolder:
 
     Attributes:
         get_path: returns it, None for none.
-        charge: called with the bytes that are copied from there, before that; what it raises ends the fetch.
+        charge: called with the bytes that are copied from there, before that; what it raises ends the fetch. A number
+            below 0 gives back what was not copied.
     """
 
     get_path: Callable[[], str | None] = lambda: None
@@ -125,11 +127,21 @@ class BaseFiles:
             listed = [named] if named.exists() else sorted(itertools.islice(Path(folder).iterdir(), MAX_LOCAL_FILES))
             alike = [path for path in listed if path.is_file() and path.stat().st_size == plan.num_bytes]
             for path in alike[:MAX_HASHED_FILES]:
-                if path == named or compute_sha256(path) == plan.sha256:
+                if self._compute_sha256(path) == plan.sha256:
                     return path
         except OSError as error:  # no stick is plugged in, or it has just been pulled
-            log.info("no base is taken from %s: %s", folder, error.strerror or error)
+            log.warning("no base is taken from %s: %s", folder, error.strerror or error)
         return None
+
+    def _compute_sha256(self, path: Path) -> str:
+        """Returns the hash of a file that may be large and slow to read; raises a `NetworkError` when stopping."""
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                if not self._should_continue():
+                    raise NetworkError(f"{path} was not read to its end: this is stopping")
+        return digest.hexdigest()
 
     def _copy(self, source: Path, plan: FilePlan) -> None:
         """Appends what is missing of a file to its beginning on the card, as far as the source can be read.
@@ -148,11 +160,17 @@ class BaseFiles:
                 check_free_space(self.folder, missing, "the base needs")
                 self._local.charge(missing)
                 file.seek(copy.tell())
-                while missing > 0 and (chunk := file.read(min(missing, CHUNK_BYTES))):
-                    copy.write(chunk)
-                    missing -= len(chunk)
-                    if not self._should_continue():
-                        raise NetworkError(f"the base {plan.sha256[:12]} was not copied to its end: this is stopping")
+                try:
+                    while missing > 0 and (chunk := file.read(min(missing, CHUNK_BYTES))):
+                        copy.write(chunk)
+                        missing -= len(chunk)
+                        if not self._should_continue():
+                            raise NetworkError(
+                                f"the base {plan.sha256[:12]} was not copied to its end: this is stopping"
+                            )
+                finally:
+                    if missing:
+                        self._local.charge(-missing)  # what was not written
         except OSError as error:
             if error.errno in DISK_FULL_ERRNOS:
                 part.unlink(missing_ok=True)

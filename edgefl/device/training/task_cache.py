@@ -69,6 +69,7 @@ class CachedTask:
     Attributes:
         shard_fingerprint: of the shard's files that `data`, `splits` and `blocks` come from.
         data: all of the shard; None once its rows are in a split, where they would lie twice.
+        splits: training and test data, by the test fraction and whether it is of examples whatever the task says.
         num_examples: of the shard; None before it was read.
         num_certain: those whose targets are no guesses.
         has_model: whether the learner has held a model of a run, and not only its first zeros.
@@ -85,7 +86,7 @@ class CachedTask:
     num_examples: int | None = None
     num_certain: int = 0
     blocks: BlockRanges = field(default_factory=dict)
-    splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
+    splits: dict[tuple[float, bool], tuple[Dataset, Dataset]] = field(default_factory=dict)
     analysis: Analysis | None = None
     options: Mapping[str, Scalar] = field(default_factory=dict)
     has_model: bool = False
@@ -225,19 +226,20 @@ class TaskCache:
         self._record_reference(cached_task)
         return cached_task.data
 
-    def load_split(self, cached_task: CachedTask, test_fraction: float) -> tuple[Dataset, Dataset]:
-        """Returns a trainer's training and test data, up to date."""
+    def load_split(
+        self, cached_task: CachedTask, test_fraction: float, *, is_by_example: bool = False
+    ) -> tuple[Dataset, Dataset]:
+        """Returns a trainer's training and test data, up to date, split as the task says or by example."""
         self._forget_outdated(cached_task)
-        if test_fraction in cached_task.splits:
+        key = test_fraction, is_by_example
+        if key in cached_task.splits:
             self._record_reference(cached_task)
         else:
-            period_s = find_split_period_s(cached_task.task)
-            cached_task.splits[test_fraction] = split_train_test(
-                self.load_data(cached_task), test_fraction, period_s=period_s
-            )
+            period_s = None if is_by_example else find_split_period_s(cached_task.task)
+            cached_task.splits[key] = split_train_test(self.load_data(cached_task), test_fraction, period_s=period_s)
         if not cached_task.blocks:
             cached_task.data = None
-        return cached_task.splits[test_fraction]
+        return cached_task.splits[key]
 
     def check_data(self, cached_task: CachedTask) -> None:
         """Raises the errors of `load_data`; reads nothing that is in memory already."""
@@ -252,9 +254,13 @@ class TaskCache:
         return next(iter(cached_task.splits.values()))[0]
 
     def load_root_split(self, cached_task: CachedTask, num_root: int) -> tuple[Dataset, Dataset]:
-        """Returns an evaluator's data to test on, and about `num_root` examples to train on, up to date."""
+        """Returns an evaluator's data to test on, and about `num_root` examples to train on, up to date.
+
+        They are drawn by example, whatever the task: so few may have no whole period.
+        """
         self.check_data(cached_task)  # it counts the examples
-        rest, root = self.load_split(cached_task, compute_root_fraction(cached_task.num_certain, num_root))
+        fraction = compute_root_fraction(cached_task.num_certain, num_root)
+        rest, root = self.load_split(cached_task, fraction, is_by_example=True)
         return drop_weak(rest), root
 
     def _forget_outdated(self, cached_task: CachedTask) -> None:
@@ -289,7 +295,7 @@ class TaskCache:
         if find_augment(cached_task.task) is not None:
             return training
         features = cached_task.learner.make_features(training, on_batch)
-        cached_task.splits[test_fraction] = features, test
+        cached_task.splits[test_fraction, False] = features, test
         return features
 
     def load_block(self, cached_task: CachedTask, block: int) -> Dataset:

@@ -86,7 +86,7 @@ def partition_in_memory(  # noqa: PLR0913 the last five by name
     )
 
 
-def reserve_root(data: FleetData, num_examples: int, *, period_s: float | None = None) -> FleetData:
+def reserve_root(data: FleetData, num_examples: int) -> FleetData:
     """Returns the data with a shard more, at the end: that part of the coordinator's on which its evaluator trains.
 
     Raises:
@@ -95,7 +95,7 @@ def reserve_root(data: FleetData, num_examples: int, *, period_s: float | None =
     if data.test is None:
         raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
     fraction = compute_root_fraction(len(data.test), num_examples)
-    rest, root = split_train_test(data.test, fraction, period_s=period_s)
+    rest, root = split_train_test(data.test, fraction)  # by example: so few may have no whole period
     pool = Dataset.concatenate([data.pool, root])
     rows = np.arange(len(data.pool), len(pool))
     return FleetData(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -120,6 +121,8 @@ class BaseCatalogue:
         path = self.find(text)
         try:
             copy_file(path, folder / path.name, path.stem)
+            with contextlib.suppress(OSError):  # a file system without modes, such as that of most sticks
+                (folder / path.name).chmod(0o644)  # another user reads it on the board
         except OSError as error:
             raise make_store_error(folder, error) from None
         return folder / path.name

@@ -275,8 +275,7 @@ def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, 
             if rows.groups is not None:
                 groups.append(rows.groups[starts])
             if rows.times is not None:
-                ends = np.stack([rows.times[starts], rows.times[starts + windows.rows - 1]], axis=1)
-                times.append(np.sort(ends, axis=1))
+                times += _find_spans(rows.times, starts, windows.rows)
     if not num_windows:
         raise DataError(f"shard {path} of task {NAME} holds no {windows.rows} rows of one group for a window")
     return Dataset(
@@ -292,6 +291,14 @@ def _check_memory(whose: str, num_windows: int, num_columns: int, targets: Targe
     num_values = num_columns * windows.length + len(targets.columns) * windows.horizon
     if num_windows * num_values > MAX_CELLS:
         raise DataError(f"{whose} makes windows of more than {MAX_CELLS:,} numbers; take a larger step")
+
+
+def _find_spans(times: Array, starts: Array, num_rows: int) -> list[Array]:
+    """Returns [n, 2] from when to when windows last, in blocks; a clock may have run backwards in one."""
+    windows = np.lib.stride_tricks.sliding_window_view(times, num_rows)
+    step = max(1, BLOCK_BYTES // (num_rows * times.itemsize))
+    blocks = (windows[starts[first : first + step]] for first in range(0, len(starts), step))
+    return [np.stack([block.min(axis=1), block.max(axis=1)], axis=1) for block in blocks]
 
 
 def _iterate_windows(rows: Array, starts: Array, length: int) -> Iterator[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from edgefl.core.settings import suggest_name
 from edgefl.tasks.datasets.class_folders import PICTURE_SUFFIXES, SOUND_SUFFIXES
 from edgefl.tasks.datasets.table_files import iterate_shard, list_table_files, summarise_columns
 
-MAX_CLASSES = 20
-"""More distinct numbers in a column are values to predict, not classes."""
+MIN_CLASSES, MAX_CLASSES, MAX_LABELS = 2, 20, 100
+"""More distinct numbers in a column are values to predict, not classes; more distinct texts are neither."""
 Option = str | float | Sequence[str]
 
 
@@ -22,16 +23,26 @@ def suggest_task(path: Path, target: str | None) -> tuple[str, dict[str, Option]
     it has texts, or at most `MAX_CLASSES` whole numbers; else values, whose mean and deviation are taken from here.
 
     Raises:
-        DataError: it is neither a table nor a folder of class folders, or has no such column, or no numbers.
+        DataError: it is neither a table nor a folder of class folders, cannot be read, has no such column, no
+            numbers, or one class or too many.
     """
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
-    for task, suffixes in (("pictures", PICTURE_SUFFIXES), ("audio", SOUND_SUFFIXES)):
-        labels = [
-            folder.name for folder in folders if any(file.suffix.lower() in suffixes for file in folder.iterdir())
-        ]
-        if len(labels) > 1 and target is None:
-            return task, {"labels": labels}
+    try:
+        for task, suffixes in (("pictures", PICTURE_SUFFIXES), ("audio", SOUND_SUFFIXES)):
+            labels = _list_class_folders(path, suffixes)
+            if len(labels) > 1 and target is None:
+                return task, {"labels": labels}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     return "table", _suggest_table(path, target)
+
+
+def _list_class_folders(path: Path, suffixes: Sequence[str]) -> list[str]:
+    folders = [folder for folder in path.iterdir() if folder.is_dir()] if path.is_dir() else []
+    return sorted(
+        folder.name
+        for folder in folders
+        if os.access(folder, os.R_OK | os.X_OK) and any(file.suffix.lower() in suffixes for file in folder.iterdir())
+    )
 
 
 def _suggest_table(path: Path, target: str | None) -> dict[str, Option]:
@@ -59,6 +70,13 @@ def _find_labels(path: Path, target: str, *, is_number: bool) -> list[str]:
         found.update(part.texts[0])
         if is_number and (len(found) > MAX_CLASSES or not all(_is_whole(text) for text in found)):
             return []
+        if len(found) > MAX_LABELS:  # a text of each row, which may be anybody's name
+            raise DataError(
+                f"{path}: column {target!r} has more than {MAX_LABELS} different texts, too many for classes; name "
+                "another one with --target"
+            )
+    if len(found) < MIN_CLASSES:
+        raise DataError(f"{path}: column {target!r} is the same in all rows; name another one with --target")
     return sorted(found, key=lambda text: (float(text) if is_number else 0.0, text))
 
 

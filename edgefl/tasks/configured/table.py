@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -44,6 +43,9 @@ MODELS = ("mlp", *LINEAR_MODELS)
 """Models in NumPy; the last two are names of one."""
 DEFAULT_HIDDEN = 32
 MAX_GROUP_CHARS = 256
+DATE_DIGITS = 8
+MAX_TIME_S = 1e11
+"""Since 1970: what is more is in milliseconds."""
 CLASS_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}
 VALUE_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.03, "batch_size": 16, "epochs": 1.0}
 
@@ -281,6 +283,7 @@ def format_targets(targets: TargetColumns) -> dict[str, object]:
     """Returns the options of targets for the card of a cut shard."""
     return {
         "target": targets.columns,
+        **({"time": targets.time} if targets.time else {}),
         "labels": targets.labels
         or tuple(f"{name}{SEPARATOR}{one}" for name, own in (targets.by_column or {}).items() for one in own),
         # One number where it is that of all columns, as on cards from when there was one for all.
@@ -385,14 +388,17 @@ def make_label_finder(labels: tuple[str, ...]) -> Callable[[str], int | None]:
 
 
 def parse_time(text: str) -> float:
-    """Returns seconds since 1970 of a number or a date and time (ISO 8601; UTC without a zone), or a `ValueError`."""
+    """Returns seconds since 1970 of a number or a date and time (ISO 8601; UTC without a zone), or a `ValueError`.
+
+    A number of eight digits is a date, such as 20261130.
+    """
     try:
-        seconds = float(text)
+        seconds = float(text if len(text) != DATE_DIGITS or not text.isdecimal() else "a date")
     except ValueError:
         found = datetime.fromisoformat(text)
         seconds = (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-    if not math.isfinite(seconds):
-        raise ValueError("a time must be finite")
+    if not abs(seconds) <= MAX_TIME_S:  # also a NaN
+        raise ValueError(f"a time is in seconds, at most {MAX_TIME_S:g}; milliseconds have to be divided by 1000")
     return seconds
 
 

@@ -465,9 +465,9 @@ def find_sides(
     """Returns [n] whether examples are trained on, and [n] whether they are tested on; a side is one for ever.
 
     An example's side depends on its own bytes only, or with `period_s` on the number of its period since 1970. So
-    growing data never moves an example, and copies of one stay on one side; no example is ever trained on and used
-    for a test. Weak ones are never tested on. One whose time reaches from a period of one side into that of the
-    other, or over more than two, is on neither.
+    growing data never moves an example, and without periods copies of one stay on one side; no example is ever
+    trained on and used for a test. Weak ones are never tested on. One whose time reaches from a period of one side
+    into that of the other, or over more than two, is on neither.
 
     Args:
         data: the examples.

@@ -1,6 +1,7 @@
 """Bases on a card: fetched once, resumed where they broke off, no more of them than a card should hold."""
 
 import hashlib
+import math
 import os
 from dataclasses import replace
 
@@ -131,6 +132,16 @@ def test_a_stick_that_has_it_not_or_damaged_leaves_it_to_the_coordinator(source,
     assert (source.ranges, files.pop_received_bytes()) == (["bytes=0-"], len(BODY))
 
 
+def test_a_damaged_stick_costs_nothing_of_what_has_arrived(source, tmp_path):
+    stick, part = tmp_path / "stick", tmp_path / "bases" / f"{SHA256}.part"
+    for folder in (stick, part.parent):
+        folder.mkdir()
+    (stick / f"{SHA256}.safetensors").write_bytes(bytes(len(BODY)))
+    part.write_bytes(BODY[:60_000])
+    assert open_with(tmp_path, source, stick).fetch(PLAN).read_bytes() == BODY
+    assert source.ranges == ["bytes=60000-"]
+
+
 def test_a_copy_goes_on_where_it_was_ended_and_a_pulled_stick_where_the_coordinator_does(
     source, tmp_path, monkeypatch
 ):
@@ -138,10 +149,11 @@ def test_a_copy_goes_on_where_it_was_ended_and_a_pulled_stick_where_the_coordina
     stick, part, copied = tmp_path / "stick", tmp_path / "bases" / f"{SHA256}.part", []
     stick.mkdir()
     (stick / f"{SHA256}.safetensors").write_bytes(BODY)
+    reads = iter([True] * math.ceil(len(BODY) / 40_000))  # it is hashed first
     stopping = BaseFiles(
         tmp_path / "bases",
         source.source,
-        should_continue=lambda: False,
+        should_continue=lambda: next(reads, False),
         local=LocalFolder(get_path=lambda: str(stick), charge=copied.append),
     )
     with pytest.raises(NetworkError, match="was not copied to its end: this is stopping"):
@@ -149,7 +161,7 @@ def test_a_copy_goes_on_where_it_was_ended_and_a_pulled_stick_where_the_coordina
     assert part.read_bytes() == BODY[:40_000]
     part.write_bytes(BODY[:50_000])
     assert open_with(tmp_path, source, stick, charge=copied.append).fetch(PLAN).read_bytes() == BODY
-    assert (source.ranges, copied) == ([], [len(BODY), len(BODY) - 50_000])
+    assert (source.ranges, copied) == ([], [len(BODY), 40_000 - len(BODY), len(BODY) - 50_000])
     (tmp_path / "bases" / f"{SHA256}.safetensors").unlink()
     part.write_bytes(BODY[:60_000])
     (stick / f"{SHA256}.safetensors").unlink()

@@ -126,6 +126,8 @@ def test_times_follow_their_examples_and_a_cut_shard_keeps_them(tmp_path):
 def test_a_column_has_seconds_or_dates_and_times_of_utc(tmp_path, form):
     data = make_task("table", HOURS).read(str(write_hours(tmp_path / "a.csv", 2, form)))
     assert data.times.tolist() == (3600.0 * np.arange(48)).tolist()
+    path = write_hours(tmp_path / "days.csv", 2, lambda hour: f"1970010{1 + hour // 24}")
+    assert make_task("table", HOURS).read(str(path)).times.tolist() == [0.0] * 24 + [DAY_S] * 24
 
 
 def test_a_column_of_parquet_may_hold_times_of_its_own_kind(tmp_path):
@@ -138,7 +140,7 @@ def test_a_column_of_parquet_may_hold_times_of_its_own_kind(tmp_path):
     assert make_task("table", HOURS).read(str(tmp_path)).times.tolist() == [1_800_000_000.123, 0.005]
 
 
-@pytest.mark.parametrize("cell", ["noon", "nan", "1e999", "2026-13-01"])
+@pytest.mark.parametrize("cell", ["noon", "nan", "1e999", "2026-13-01", "1764460800000", "20261301"])
 def test_a_cell_that_is_no_time_is_refused_without_its_content(tmp_path, cell):
     path = write_hours(tmp_path / "a.csv", 1, lambda hour: cell if hour == 5 else str(hour))
     with pytest.raises(DataError, match="column 'when' must hold seconds since 1970, or dates") as error:
@@ -156,6 +158,14 @@ def test_a_window_lasts_from_its_first_row_to_its_target_and_none_shares_a_row_o
     assert not rows[0] & rows[1]
     assert {hour // 24 for hour in rows[1]} == {*TEST_DAYS}
     assert len(train) + len(test) < len(data)
+
+
+def test_a_window_over_a_clock_that_ran_backwards_lasts_over_all_its_rows(tmp_path):
+    path = write_hours(tmp_path / "a.csv", 2, lambda hour: str(DAY_S * 7 if hour == 10 else 3600 * hour))
+    data = make_task("series", HOURS | {"window": 6, "step": 1}).read(str(path))
+    over = (data.inputs[:, 0, 0] <= 10) & (data.inputs[:, 0, -1] >= 10)
+    assert set(data.times[over, 1]) == {7 * DAY_S}
+    assert data.times[~over, 1].max() == 47 * 3600
 
 
 @pytest.mark.parametrize(
@@ -207,6 +217,9 @@ def test_boards_roll_outs_and_the_simulator_split_by_the_same_periods(tmp_path):
     )
     checked = select_check_data(task.read(str(path)), request, period_s=DAY_S)
     assert checked.times.tolist() == test.times.tolist()
+    root = cache.load_root_split(cache.get("table", HOURS), 50)[1]
+    assert 30 < len(root) < 70
+    assert len({time // DAY_S for time in root.times}) > len(TEST_DAYS), "so few are no whole periods"
 
 
 def test_a_run_file_splits_by_time(tmp_path, monkeypatch, capsys):
