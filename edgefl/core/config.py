@@ -43,6 +43,8 @@ CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "a
 LabelsOn = Literal["coordinator", "device"]
 PrivacyUnit = Literal["device", "example"]
 SecureGraph = Literal["complete", "sparse"]
+MIN_SPARSE_THRESHOLD = 0.525
+"""Below, no more corrupted boards are borne than the share that boards insist on."""
 PrivacyMechanism = Literal["gaussian", "dp-ftrl"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
@@ -445,13 +447,22 @@ class SecureAggregationSection:
                 raise ConfigError(f'secure_aggregation.{item.name} is of graph = "sparse": leave it out, got {found}')
 
     def _check_sparse(self) -> None:
-        # With as many corrupted boards two sums of a round could each have enough; with more lost none has.
-        for name, most in (("corrupted", 2 * self.threshold - 1), ("dropped", 1 - self.threshold)):
-            if (found := getattr(self, name)) > most + 1e-9:
-                raise ConfigError(
-                    f"secure_aggregation.{name} must be at most {most:.2g} with threshold = {self.threshold}, "
-                    f"got {found}"
-                )
+        if self.threshold < MIN_SPARSE_THRESHOLD:
+            raise ConfigError(
+                f'secure_aggregation.graph = "sparse" needs a threshold of at least {MIN_SPARSE_THRESHOLD}, got '
+                f"{self.threshold}"
+            )
+        # With as many corrupted boards two sums of a round could each have enough.
+        if self.corrupted > (most := 2 * self.threshold - 1) + 1e-9:
+            raise ConfigError(
+                f"secure_aggregation.corrupted must be at most {most:.2g} with threshold = {self.threshold}, got "
+                f"{self.corrupted}"
+            )
+        if self.dropped >= 1 - self.threshold:  # more than the threshold's share must be left
+            raise ConfigError(
+                f"secure_aggregation.dropped must be less than {1 - self.threshold:.2g} with threshold = "
+                f"{self.threshold}, got {self.dropped}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

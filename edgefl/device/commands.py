@@ -14,6 +14,7 @@ from edgefl.core.protocol import (
     CONDITIONS_KEY,
     QUERIES_KEY,
     SLICES_KEY,
+    SPARSE_KEY,
     Capabilities,
     Command,
     CommandKind,
@@ -117,6 +118,7 @@ class CapabilityReporter:
                 **self._trainer.site_facts,
                 CONDITIONS_KEY: True,
                 SLICES_KEY: True,
+                SPARSE_KEY: True,
                 QUERIES_KEY: True,
                 "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }

@@ -73,7 +73,8 @@ def test_the_model_is_that_of_plain_rounds(four: LocalFleet) -> None:
     assert [version for version, _ in read_consents(four, run_id).values()] == [2] * 4
 
 
-def test_boards_that_draw_whom_they_share_with_give_the_same_model(four: LocalFleet) -> None:
+def test_boards_give_the_same_model_with_the_messages_of_a_sparse_graph(four: LocalFleet) -> None:
+    """Four boards draw each other, so that all have all shares; fewer shares are in the tests without a network."""
     expected, _ = wait_for_model(four, four.submit(make_config(is_secure=True, rounds=2)))
     run_id = four.submit(make_config(is_secure=True, rounds=2, graph="sparse", corrupted=0.05, dropped=0.25))
     model, rows = wait_for_model(four, run_id)

@@ -33,6 +33,7 @@ from edgefl.core.protocol import (
     NUMPY,
     ONNX,
     SLICES_KEY,
+    SPARSE_KEY,
     TORCH,
     ReadinessPhase,
     select_backend,
@@ -207,7 +208,12 @@ def find_training_blocker(info: DeviceInfo, *, needs_torch: bool, compiled: Json
 
 def explain_missing_features(info: DeviceInfo, header: Json) -> str:
     """Returns what a device's agent is too old for of what a run's header asks for; empty where it is not."""
-    for key, feature in ((CONDITIONS_KEY, "[conditions] of a run"), (SLICES_KEY, "slices of updates")):
+    known = (
+        (CONDITIONS_KEY, "[conditions] of a run"),
+        (SLICES_KEY, "slices of updates"),
+        (SPARSE_KEY, "sparse graph of secure aggregation"),
+    )
+    for key, feature in known:
         if key in header and info.capabilities.get(key) is not True:
             return f"its agent knows no {feature}; update edgefl on it"
     return ""

@@ -57,8 +57,8 @@ def _find_neighbourhood(num_members: int, fraction: float, corrupted: float, dro
     With n members, of whom C are corrupted and T must be left, k drawn holders and t of k + 1 needed:
 
     1. n P[more than k - t of the drawn drop out] ≤ 2^-30, of δn random ones; t is the largest that meets it.
-    2. (n - C) P[more than c of the drawn are corrupted] ≤ 2^-41, and c < t. So an opened board has t - c honest
-       boards about it that masked with it and are in the sum.
+    2. (n - C) P[more than c of the drawn are corrupted] ≤ 2^-41, and c < t. So an opened board is one of t - c
+       honest boards that masked with each other through it and are in the sum.
     3. No set S of s ≤ (T - C) / 2 honest boards has drawn none of r = T - C - s others, whatever T - C honest boards
        the coordinator leaves: Σ_s binom(n - C, s) binom(n - C - s, r) P[a board draws none of r]^s ≤ 2^-41, from
        s = t - c on. So a sum that can be opened has more than half of the honest boards that must be left.

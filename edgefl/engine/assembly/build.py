@@ -30,6 +30,7 @@ from edgefl.core.protocol import (
     PRIVACY_KEY,
     SECURE_KEY,
     SLICES_KEY,
+    SPARSE_KEY,
     model_fingerprint,
 )
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
@@ -243,6 +244,7 @@ def _make_header(
         **({ADAPT_KEY: adapted.plan.to_json()} if adapted is not None else {}),
         **({PRIVACY_KEY: EXAMPLE_UNIT} if config.privacy.unit == EXAMPLE_UNIT else {}),
         **({SECURE_KEY: True} if config.secure_aggregation.enabled else {}),
+        **({SPARSE_KEY: True} if config.secure_aggregation.graph == "sparse" else {}),
     }
 
 

@@ -6,6 +6,7 @@ secure aggregation the vectors of whole numbers are added, as the protocol opens
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +80,12 @@ def list_views(config: RunConfig, num_devices: int) -> list[View]:
     if config.secure_aggregation.enabled:
         from edgefl.core.secure_aggregation.messages import compute_threshold  # noqa: PLC0415 for secure runs alone
 
-        least = compute_threshold(asked, config.secure_aggregation.threshold)
+        section = config.secure_aggregation
+        least = compute_threshold(asked, section.threshold)
+        if (
+            section.graph == "sparse"
+        ):  # what its bound promises: more than half of the honest boards that must be left
+            least = (least - math.ceil(section.corrupted * asked)) // 2 + 1
         return [*views, View(settings="run", seen_by="coordinator", boards=least, config=config)]
     if config != plain:
         views.append(View(settings="run", seen_by="coordinator", boards=1, config=config))

@@ -76,6 +76,14 @@ def test_a_board_that_knows_no_slices_takes_no_part_where_updates_are_sent_in_pa
     assert (told["pi-1"]["takes_part"], told["pi-2"]["takes_part"]) == (False, True)
     assert told["pi-1"]["reason"] == "its agent knows no slices of updates; update edgefl on it"
     assert rows(plan(registry, store, strategy={"name": "redundant"}, guard=off))["pi-1"]["takes_part"]
+    masks: dict[str, Any] = {
+        "secure_aggregation": {"enabled": True, "graph": "sparse"},
+        "guard": {"enabled": False, "max_weight_ratio": 0},
+        "devices": {"min": 3},
+    }
+    assert "knows no sparse graph of" in rows(plan(registry, store, **masks))["pi-2"]["reason"]
+    registry.record_capabilities("pi-2", Capabilities(facts={"sparse_graph": True}, shards={"digits": 50}))
+    assert "sparse graph" not in rows(plan(registry, store, **masks))["pi-2"]["reason"]
 
 
 def test_a_dry_run_says_how_many_boards_would_be_free_now_by_the_conditions_of_the_run(

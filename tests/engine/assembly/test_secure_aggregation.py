@@ -40,7 +40,11 @@ def make_tables(changes):
         ({"secure_aggregation": {"corrupted": 0.2}}, 'corrupted is of graph = "sparse"'),
         ({"secure_aggregation": {"graph": "sparse", "corrupted": 0.04}}, "secure_aggregation.corrupted"),
         ({"secure_aggregation": {"graph": "sparse", "corrupted": 0.35}}, "corrupted must be at most 0.34"),
-        ({"secure_aggregation": {"graph": "sparse", "dropped": 0.34}}, "dropped must be at most 0.33"),
+        ({"secure_aggregation": {"graph": "sparse", "dropped": 0.33}}, "dropped must be less than 0.33"),
+        (
+            {"secure_aggregation": {"graph": "sparse", "threshold": 0.5}},
+            "needs a threshold of at least 0.525, got 0.5",
+        ),
     ],
 )
 def test_what_needs_single_updates_is_refused_in_one_line(changes, message):
@@ -48,7 +52,7 @@ def test_what_needs_single_updates_is_refused_in_one_line(changes, message):
         build_run(parse_run(make_tables(changes)), "check")
 
 
-@pytest.mark.parametrize("shares", [{"corrupted": 0.34, "dropped": 0.33}, {"dropped": 0}])
+@pytest.mark.parametrize("shares", [{"corrupted": 0.34, "dropped": 0.32}, {"dropped": 0}])
 def test_boards_accept_what_a_run_file_may_ask_for(shares):
     section = parse_run(make_tables({"secure_aggregation": {"graph": "sparse", **shares}})).secure_aggregation
     check_config(
