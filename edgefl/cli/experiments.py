@@ -27,6 +27,7 @@ from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, NumberRange, allow_module_option
 from edgefl.cli.stats import drift
 from edgefl.core.errors import DataError, UsageError
+from edgefl.core.types import DEMO_MARKER
 from edgefl.engine.run_summary import RunResult, format_accuracy, format_quality, select_device_metrics
 from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
@@ -472,7 +473,7 @@ def _read_task(run_file: Path | None, task: str | None) -> tuple[str, Mapping[st
 
 def clear_folder(out: Path) -> None:
     """Makes the folder anew; files not made by a demo are not touched."""
-    marker = out / ".edgefl-demo"
+    marker = out / DEMO_MARKER
     try:
         if out.exists() and any(out.iterdir()):
             if not marker.exists():

@@ -84,6 +84,9 @@ def run_demo(*, app: Path, devices: int, run_config: str, data: Path | None, out
     with open_app(app) as opened:
         config = make_app_run(opened, run_config, name=None, num_boards=devices, groups=())
         files = _list_board_files(data, devices)
+        for what, place in (("the app", app), *(("--data", file) for file in files)):
+            if place.resolve().is_relative_to(out):
+                raise UsageError(f"{what} lies in {out}, which the demo empties; choose another --out")
         clear_folder(out)
         with zipfile.ZipFile(write_app_wheel(opened, out / "dist")) as wheel:
             wheel.extractall(out / "site")

@@ -803,6 +803,8 @@ class Role(StrEnum):
 
 SUPERNODE = "supernode"
 """In the store, role of a stock SuperNode of Flower, which trains, and has no agent of edgefl."""
+DEMO_MARKER = ".edgefl-demo"
+"""File by which the folder of a demo is known: a later one may empty it, and no Flower app has files in it."""
 APP_JOB_PREFIX = "flower-"
 """Of the names of Flower apps' jobs."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.types import Scalar
+from edgefl.core.types import DEMO_MARKER, Scalar
 
 CONFIG_FILE = "pyproject.toml"
 MAX_APP_BYTES = 10 * 1024 * 1024
@@ -22,9 +22,11 @@ INCLUDED = ("*.json", "*.jsonl", "*.md", "*.py", "*.toml", "*.yaml", "*.yml", "/
 """Patterns as in a `.gitignore`: what Flower sends where the app names nothing else."""
 EXCLUDED = (
     ".*", "__pycache__", "test_*.py", "*_test.py", "*.egg", "/build/", "/dist/", "/eggs/", "/env/", "/ENV/",
-    "/env.bak/", "/lib/", "/lib64/", "/node_modules/", "/parts/", "/venv/", "/venv.bak/",
+    "/env.bak/", "/lib/", "/lib64/", "/node_modules/", "/parts/", "/venv/", "/venv.bak/", "operator.toml",
 )  # fmt: skip
-"""What is never sent: what Flower leaves out, what begins with a dot, and folders of tools beside the app."""
+"""What is never sent: what Flower leaves out, what begins with a dot, an operator's token, folders of tools."""
+_MARKERS = frozenset({DEMO_MARKER, "coordinator.key"})
+"""Files of a demo's and of a coordinator's folder: nothing of a folder with one is sent."""
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,60}[A-Za-z0-9])?\Z")
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+){0,3}((a|b|rc)[0-9]+)?\Z")
 
@@ -211,11 +213,19 @@ def _make_selection(root: Path, app: Mapping[str, Any], path: Path) -> Callable[
     ]
 
     def select(places: Iterable[str]) -> Iterable[str]:
+        places = _leave_out_marked(places)
         for spec in excluded:
             places = spec.match_files(places, negate=True)
         return included.match_files(places)
 
     return select
+
+
+def _leave_out_marked(places: Iterable[str]) -> list[str]:
+    """Returns the files that are not in the folder of a demo, or of a coordinator, beside or in the app."""
+    paths = [PurePosixPath(place) for place in places]
+    marked = {path.parent for path in paths if path.name in _MARKERS} - {PurePosixPath()}
+    return [str(path) for path in paths if marked.isdisjoint(path.parents)]
 
 
 def _get_patterns(app: Mapping[str, Any], key: str, path: Path) -> tuple[str, ...]:

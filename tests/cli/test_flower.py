@@ -123,6 +123,8 @@ def test_a_demo_says_what_is_missing_before_it_starts_anything(run, tmp_path, mo
         (["--data", tmp_path / "none"], 4, "none cannot be read: No such file"),
         (["--run-config", "nothing=1"], 3, "has no 'nothing'"),
         (["--out", data], 2, "is not of an earlier demo"),
+        (["--devices", "2", "--data", data, "--out", data], 2, "--data lies in"),
+        (["--out", tmp_path], 2, "the app lies in"),
     ):
         refused = run("flower", "demo", app, *words)
         assert (refused.code, refused.is_one_line) == (code, True), refused.err
