@@ -29,6 +29,8 @@ CHANGES, MODEL = "changes", "model"
 """Kinds of records in a codec: of a reply, and of a message."""
 _MAX_EXPANSION = 128
 """How many times larger than its body the arrays of a message may be: more is not believed, and not sent."""
+_MAX_NAMES = 4
+"""Of records in messages to boards, whose models are kept."""
 _UPDATE = "update"
 """What the residual calls an update, of which none is under way after its reply was made."""
 _Values = dict[str, np.ndarray[Any, Any]]
@@ -118,7 +120,7 @@ class ChangeCodec:
 
 
 class ModelCodec:
-    """Codec of messages to boards: their arrays of floats, rounded; of each name the last record is kept.
+    """Codec of messages to boards: their arrays of floats, rounded; of the last few names the last record is kept.
 
     Args:
         line: of the codec, which rounds each number by itself.
@@ -144,7 +146,7 @@ class ModelCodec:
     ) -> tuple[ArrayRecord, tuple[frozenset[str], bytes] | None]:
         data = [array.data for array in record.values()]
         if name in self._last:
-            before, rounded, encoded = self._last[name]
+            before, rounded, encoded = self._last[name] = self._last.pop(name)  # the newest name is the last
             is_same = len(data) == len(before) and all(map(operator.is_, data, before))
             if is_same and list(rounded) == list(record):  # a strategy sends the same arrays to every board
                 return rounded, encoded
@@ -153,7 +155,10 @@ class ModelCodec:
         if encoded is not None:
             exact = {key: array for key, array in record.items() if key not in encoded[0]}
             rounded = decode_model([[key, a.dtype, a.shape] for key, a in record.items()], exact, encoded[1])
+        self._last.pop(name, None)
         self._last[name] = data, rounded, encoded
+        if len(self._last) > _MAX_NAMES:
+            del self._last[next(iter(self._last))]
         return rounded, encoded
 
     def _encode_floats(self, record: Mapping[str, Array]) -> tuple[frozenset[str], bytes] | None:

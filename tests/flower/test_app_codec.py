@@ -118,6 +118,15 @@ def test_a_message_to_boards_is_rounded_and_both_ends_know_to_what(line):
     np.testing.assert_allclose(codec.round(other)["arrays"]["w"].numpy(), SENT["w"] + 1, atol=0.03)
 
 
+def test_models_of_the_last_few_names_of_records_alone_are_kept():
+    codec, messages = ModelCodec("fp16"), [make_message(name=f"model-{number}") for number in range(5)]
+    first, *others = [codec.round(message) for message in messages]
+    assert codec.round(messages[1])["model-1"] is others[0]["model-1"]
+    assert codec.round(messages[0])["model-0"] is not first["model-0"]
+    assert codec.round(messages[1])["model-1"] is others[0]["model-1"], "it was used later than the others"
+    assert codec.round(messages[2])["model-2"] is not others[1]["model-2"]
+
+
 def test_a_message_that_is_not_finite_or_packs_too_well_travels_as_it_is():
     for arrays, line in (
         (SENT | {"w": np.full_like(SENT["w"], np.nan)}, "fp16"),
