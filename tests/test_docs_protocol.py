@@ -168,7 +168,8 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
     of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY, "split", protocol.ADAPT_KEY, protocol.PERSONAL_KEY}
     of_store |= {CLUSTERS_KEY, protocol.PRIVACY_KEY, protocol.CONDITIONS_KEY, protocol.SLICES_KEY}
-    of_store |= {protocol.METERED_KEY, PARTIAL_SUMS_KEY, SITE_LIMITS_KEY, protocol.SECURE_KEY, protocol.SPARSE_KEY}
+    of_store |= {protocol.METERED_KEY, PARTIAL_SUMS_KEY, SITE_LIMITS_KEY, protocol.SECURE_KEY}
+    of_store |= {protocol.SPARSE_KEY, protocol.APP_CODING_KEY}
     sent = {
         **build_run(parse_run({"run": {"task": "digits"}, "strategy": {"name": "fltrust"}}), "r1").header,
         **told_order,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgefl.core.protocol import (
+    APP_CODING_KEY,
     CONDITIONS_KEY,
     QUERIES_KEY,
     SLICES_KEY,
@@ -119,6 +120,7 @@ class CapabilityReporter:
                 CONDITIONS_KEY: True,
                 SLICES_KEY: True,
                 SPARSE_KEY: True,
+                APP_CODING_KEY: True,
                 QUERIES_KEY: True,
                 "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }

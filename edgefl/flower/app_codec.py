@@ -7,6 +7,7 @@ the same name; of its arrays those of floats whose shape and type are the same, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from edgefl.compression.stages import to_dense
 from edgefl.core.errors import CodecError, ConfigError, DataError
 from edgefl.core.types import ModelSpec, TensorSpec, derive_rng
 
+log = logging.getLogger(__name__)
+
 _FLOATS = frozenset({"float16", "float32", "float64"})
 _NUMPY = "numpy.ndarray"
 _OLDER_NAMES = {"fitres.parameters": "fitins.parameters"}
@@ -29,6 +32,8 @@ CHANGES, MODEL = "changes", "model"
 """Kinds of records in a codec: of a reply, and of a message."""
 _MAX_EXPANSION = 128
 """How many times larger than its body the arrays of a message may be: more is not believed, and not sent."""
+_MAX_MODEL_BYTES = 512 * 1024**2
+"""Of the arrays of a message: twice what a part of a job may have."""
 _MAX_NAMES = 4
 """Of records in messages to boards, whose models are kept."""
 _UPDATE = "update"
@@ -88,8 +93,10 @@ class ChangeCodec:
     def _restore_feedback(self, name: str, codec: Codec) -> ErrorFeedback:
         """Returns the residual of a record; none where the app's arrays have other names or shapes than before."""
         feedback, kept = ErrorFeedback(codec), dict(self._residuals.get(name, {}))
-        with contextlib.suppress(CodecError, ValueError):
+        try:
             feedback.restore({key: array.numpy() for key, array in kept.items()})
+        except (CodecError, ValueError) as error:
+            log.warning("what was left out of the record %.60r is lost: its arrays are others now (%s)", name, error)
         return feedback
 
     def decode(self, name: str, exact: Mapping[str, Array], body: bytes) -> ArrayRecord:
@@ -190,7 +197,7 @@ def decode_model(arrays: Sequence[Sequence[Any]], exact: Mapping[str, Array], bo
         if kind.name not in _FLOATS or not all(type(size) is int and size >= 0 for size in shape):
             raise DataError(f"a model's array {key!r:.60} of {kind.name:.20} and shape {shape!r:.60}")
     num_bytes = sum(math.prod(shape) * kind.itemsize for kind, shape in coded.values())
-    if num_bytes > _MAX_EXPANSION * len(body):
+    if num_bytes > min(_MAX_EXPANSION * len(body), _MAX_MODEL_BYTES):
         raise DataError(f"a model of {num_bytes} bytes in a body of {len(body)}")
     try:
         values = decode_body(body, tuple(TensorSpec(name=key, shape=shape) for key, (_, shape) in coded.items()))

@@ -1,7 +1,7 @@
 """Flower's records as bytes, between a ServerApp and the ClientApps of boards: JSON, then the data of the arrays.
 
 The format is edgefl's own, so that coordinator and boards may have different versions of Flower. Arrays travel as
-Flower serialised them, and nothing here unpacks one.
+Flower serialised them, or as `app_codec` says, which alone unpacks one.
 """
 
 from __future__ import annotations

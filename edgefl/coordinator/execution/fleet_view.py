@@ -27,6 +27,7 @@ from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ign
 from edgefl.core.conditions import Blocker
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.protocol import (
+    APP_CODING_KEY,
     COMPILED_KEY,
     CONDITIONS_KEY,
     FOR_ALL_KEY,
@@ -212,6 +213,7 @@ def explain_missing_features(info: DeviceInfo, header: Json) -> str:
         (CONDITIONS_KEY, "[conditions] of a run"),
         (SLICES_KEY, "slices of updates"),
         (SPARSE_KEY, "sparse graph of secure aggregation"),
+        (APP_CODING_KEY, "ef or down in the compression of a Flower app"),
     )
     for key, feature in known:
         if key in header and info.capabilities.get(key) is not True:

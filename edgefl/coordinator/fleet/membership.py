@@ -24,7 +24,15 @@ from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.core.claims import bound_reported_examples
 from edgefl.core.errors import NameTakenError, NetworkError, NotAllowedError, NotFoundError, UsageError
-from edgefl.core.protocol import EVALUATOR_NAME, RESERVED_NAMES, Command, CommandKind, check_facts, validate_slug
+from edgefl.core.protocol import (
+    APP_CODING_KEY,
+    EVALUATOR_NAME,
+    RESERVED_NAMES,
+    Command,
+    CommandKind,
+    check_facts,
+    validate_slug,
+)
 from edgefl.core.types import APP_JOB_PREFIX, SUPERNODE, Json, Role
 from edgefl.storage.queries.dashboard import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
 from edgefl.storage.queries.history import MAX_TIME
@@ -38,7 +46,10 @@ MAX_LIST_VERSION = 2**31
 EXPIRY_NOTICE_S = 14 * 86_400.0
 MAX_JOBS = 50
 """Of apps that a stock SuperNode takes part in."""
-SUPERNODE_FACTS = {"installs": {"able": False, "reason": "it is a SuperNode of Flower, which edgefl does not update"}}
+SUPERNODE_FACTS = {
+    "installs": {"able": False, "reason": "it is a SuperNode of Flower, which edgefl does not update"},
+    APP_CODING_KEY: True,  # it gets arrays as they are
+}
 """What a board would tell of itself."""
 _APP_JOB = re.compile(rf"{APP_JOB_PREFIX}[a-z0-9._-]{{1,80}}\Z")
 

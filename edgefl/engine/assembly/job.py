@@ -13,11 +13,12 @@ import numpy as np
 from edgefl.compression.codec import make_codec
 from edgefl.compression.codec_selection import parse_auto_candidates
 from edgefl.compression.delta import parse_downlink_codec
+from edgefl.compression.error_feedback import has_error_feedback
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import CompressionSection, RunConfig
 from edgefl.core.errors import CodecError, ConfigError
 from edgefl.core.metrics import ReplyMetrics
-from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
+from edgefl.core.protocol import APP_CODING_KEY, INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
 from edgefl.core.settings import Faults
 from edgefl.core.types import Strategy, Tensors, Update, derive_seed
 from edgefl.engine.assembly.components import RunComponents
@@ -111,6 +112,7 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
             },
             "seed": config.run.seed,
             "test_fraction": 0.0,
+            **({APP_CODING_KEY: True} if _has_app_coding(config) else {}),
             JOB_LIMITS: {
                 "num_parts": num_parts or 0,
                 "max_part_bytes": section.max_part_bytes,
@@ -128,6 +130,12 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
         read_reply=read_reply,
         make_bundle=make_app_bundle,
     )
+
+
+def _has_app_coding(config: RunConfig) -> bool:
+    """Returns whether a run is of a Flower app with codecs that not all agents know."""
+    section = config.compression
+    return has_error_feedback(section.up) or section.down != CompressionSection().down
 
 
 def _make_job_strategy(config: RunConfig, checked_job: CheckedJob, num_parts: int | None) -> JobStrategy:
