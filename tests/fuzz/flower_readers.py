@@ -16,7 +16,7 @@ from fuzz.reader import Form, Reader, Seed
 
 from edgefl.flower.app_bundle import CONTENT, open_app
 from edgefl.flower.app_check import check_app
-from edgefl.flower.app_codec import ChangeCodec
+from edgefl.flower.app_codec import ChangeCodec, ModelCodec
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_job import FlowerApp, _decode_state, merge_config
 from edgefl.flower.app_messages import encode_envelope, encode_message, read_metrics
@@ -113,13 +113,14 @@ def messages(folder: Path) -> Reader:
     job = kind()
     job._client = lambda message, context: SimpleNamespace(has_error=lambda: False, content=message.content)
     context = {"run": "r", "run_id": 1, "node_id": 2, "node_config": {"partition-id": 0, "num-partitions": 1}}
-    message = encode_message({"type": "train", "group": "1"}, make_content())
+    header = {"type": "train", "group": "1"}
+    contents = encode_message(header, make_content()), encode_message(header, make_large(0.5), ModelCodec("int8"))
 
     def feed(data: bytes) -> None:
         place = {"device_id": "a", "path": folder, "scratch": folder}
         job.work(JobContext(part=0, num_parts=0, input=data, log=lambda _: None, **place))
 
-    return Reader(feed=feed, seeds=(Seed(content=encode_envelope(context) + message),))
+    return Reader(feed=feed, seeds=tuple(Seed(content=encode_envelope(context) + one) for one in contents))
 
 
 def kept_states(folder: Path) -> Reader:

@@ -452,6 +452,9 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
         "simulation/sweep.py:_parse_list": "words of the command line, by the caller's own hand",
         "simulation/sweep.py:_parse_value": "words of the command line, by the caller's own hand",
+        "simulation/trials.py:_KeptTrials.load": "own state; its tests damage it",
+        "tasks/configured/table.py:parse_time": "a cell of a file of this board's; others are a `ValueError`",
+        "cli/flower.py:run_demo": "a wheel that was written a moment before",
         "history/tracking.py:MlflowTracker._create_version": "an export of a moment before",
         "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",
         "compression/entropy/zstd.py:compress": "encodes",
@@ -522,7 +525,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
             "a file of the package; the card's own goes through `_parse_yaml`"
         ),
         "provision/payload.py:write_overlay": "writes",
-        "provision/ssh_host.py:write_tar": "writes",
+        "provision/payload.py:write_tar": "writes",
         "provision/ssh_provisioning.py:_HostProvisioning._check_data": (
             "the answer of edgefl on the board, by the parser of ssh-facts"
         ),
