@@ -93,12 +93,16 @@ def command() -> None:
     is_flag=True,
     help="Only say who would take part and what a round would cost; exit code 41 when it would not start now.",
 )
+@allow_module_option
 @url_option
 @format_option
 def submit(  # noqa: PLR0913 the options of one command
     *, file: Path, watches: bool, waits: bool, priority: int, dry_run: bool, url: str | None, fmt: str
 ) -> None:
-    """Queue the run that FILE (TOML) describes and print its id."""
+    """Queue the run that FILE (TOML) describes and print its id.
+
+    --allow-module is for strategy.name = "auto", which is chosen here.
+    """
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
 
     if watches and waits:

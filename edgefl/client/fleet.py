@@ -243,12 +243,14 @@ class Fleet:
             EdgeflError: as `edgefl.simulate`.
         """
         from edgefl.core.config import make_run_config  # noqa: PLC0415 fast start
+        from edgefl.core.extensions import allow_modules  # noqa: PLC0415 likewise
         from edgefl.simulation.advice.automatic import settle_simulation  # noqa: PLC0415 likewise
         from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 likewise
 
         described = {name: options[name] for name in ("devices", "profiles", "data", "scheme") if name in options}
         trains = not options.get("bookkeeping_only", False)
-        choice = settle_simulation(make_run_config(config), clock=time.monotonic, trains=trains, **described)
+        with allow_modules(options.get("allow_modules", ())):
+            choice = settle_simulation(make_run_config(config), clock=time.monotonic, trains=trains, **described)
         for reason in choice.reasons:
             log.info("%s", reason)
         config = choice.config

@@ -283,6 +283,11 @@ class SweepPlan:
         )
 
 
+def hash_texts(texts: Iterable[str]) -> str:
+    """Returns 16 hexadecimal digits that are others for other texts."""
+    return hashlib.sha256(json.dumps([*texts]).encode()).hexdigest()[:16]
+
+
 def list_combinations(values: Mapping[str, Sequence[Any]], num_seeds: int) -> list[dict[str, Any]]:
     """Returns every combination of the settings' values.
 
@@ -466,7 +471,8 @@ def run_sweep(  # noqa: PLR0913 the last six by name
     Raises:
         StoreError: the history cannot be written, or another sweep works in the folder.
     """
-    with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop) as sweep:
+    company = hash_texts(sorted(run.run_id for run in runs))
+    with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop, company=company) as sweep:
         sweep.restore(runs)
         if sweep.outcomes:
             log.info("%d of %d runs are of an earlier start", len(sweep.outcomes), len(runs))
@@ -483,14 +489,18 @@ def open_sweep(
     *,
     retry_failed: bool,
     early_stop: AshaSettings | None,
+    company: str,
 ) -> Iterator[Sweep]:
-    """Yields a sweep that has its folder to itself; runs that have not ended in the block are interrupted."""
+    """Yields a sweep that has its folder to itself; runs that have not ended in the block are interrupted.
+
+    `company` is another for every set of runs that are compared.
+    """
     make_private_directory(root)
     error_message = (
         f"another sweep works in {root}: wait for its end, or give this one a folder of its own with --dir"
     )
     with lock_file(root / LOCK_NAME, error_message), Store.open(root / DATABASE_NAME) as store:
-        asha = None if early_stop is None else Asha(early_stop)
+        asha = None if early_stop is None else Asha(early_stop, company)
         sweep = Sweep(store=store, root=root, on_end=on_end, retry_failed=retry_failed, asha=asha)
         try:
             yield sweep
@@ -527,7 +537,7 @@ class Sweep:
     def _is_final(self, record: RunRecord) -> bool:
         """Returns whether a run need not be simulated again; one that other settings have stopped early must be."""
         if record.status == RunStatus.STOPPED:
-            return self.asha is not None and (record.reason or "").startswith(f"{self.asha.reason_prefix} ")
+            return self.asha is not None and self.asha.find_last_rung(record.reason) is not None
         return record.status == RunStatus.FINISHED or (record.status == RunStatus.FAILED and not self.retry_failed)
 
     def simulate(
@@ -557,10 +567,11 @@ class Sweep:
         """Adds what a run of an earlier start has reached at its rungs."""
         if self.asha is None:
             return
-        rounds = read_history(self.store, "rounds", run=record.run_id)
-        for rung in self.asha.settings.list_rungs(run.config.run.rounds):
-            metrics = find_rung_metrics(rounds, rung)
-            if metrics is None:
+        rounds, num_rounds = read_history(self.store, "rounds", run=record.run_id), run.config.run.rounds
+        last = self.asha.find_last_rung(record.reason)
+        for rung in self.asha.settings.list_rungs(num_rounds):
+            metrics = find_rung_metrics(rounds, rung, num_rounds)
+            if metrics is None or (last is not None and rung > last):
                 break
             if (score := _compute_score(run, metrics)) is not None:
                 self.asha.record(run.run_id, run.seed, rung, score)
@@ -569,9 +580,10 @@ class Sweep:
         """Returns why a run ends at a rung, or an empty text; called in the threads that wait for workers."""
         assert self.asha is not None
         score = _compute_score(run, metrics)
-        if score is None or _is_goal_reached(run, metrics):
+        if score is None:
             return ""
-        return self.asha.judge(run.run_id, run.seed, rung, score)
+        reason = self.asha.judge(run.run_id, run.seed, rung, score)  # recorded in any case, as after a restart
+        return "" if _is_goal_reached(run, metrics) else reason
 
 
 def _compute_score(run: SweepRun, metrics: Metrics) -> float | None:

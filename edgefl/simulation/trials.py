@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import statistics
@@ -21,7 +20,7 @@ from edgefl.simulation.sweep import (
     SweepOutcome,
     SweepPlan,
     SweepRun,
-    list_combinations,
+    hash_texts,
     open_sweep,
     select_metric,
 )
@@ -37,7 +36,7 @@ class Search:
     num_trials: int
 
     def check(self, plan: SweepPlan) -> None:
-        """Checks all choices with the ends of all ranges.
+        """Checks each choice, and the ends of each range, with the first of the others.
 
         Raises:
             ConfigError: what is wrong with the settings in any of these combinations: all of it.
@@ -54,7 +53,8 @@ class Search:
             setting: (domain.low, domain.high) if isinstance(domain, Range) else domain
             for setting, domain in self.space.items()
         }
-        plan.check(list_combinations(ends, 1))
+        first = {setting: values[0] for setting, values in ends.items()}
+        plan.check({**first, setting: value} for setting, values in ends.items() for value in values)
 
 
 def run_search(  # noqa: PLR0913 the last four by name
@@ -76,12 +76,14 @@ def run_search(  # noqa: PLR0913 the last four by name
         ConfigError: something is wrong with the settings of a trial.
         StoreError: the history cannot be written, or another sweep works in the folder.
     """
-    with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop) as sweep:
-        kept = _KeptTrials.load(root, plan.base, search, num_seeds=plan.num_seeds, early_stop=early_stop)
+    space = [f"{setting}={domain!r}" for setting, domain in search.space.items()]
+    key = hash_texts([plan.base.run_id, *space, search.searcher, str(plan.num_seeds), str(early_stop)])
+    with open_sweep(root, on_end, retry_failed=retry_failed, early_stop=early_stop, company=key) as sweep:
+        kept = _KeptTrials.load(root / f"search-{key}.json", search)
         sweep.simulate(
             _list_trial_runs(sweep, plan, search, kept), min(num_jobs, search.num_trials * plan.num_seeds), None, None
         )
-        return [*sweep.outcomes.values()]
+        return [sweep.outcomes[run_id] for run_id in sweep.runs if run_id in sweep.outcomes]
 
 
 def _list_trial_runs(sweep: Sweep, plan: SweepPlan, search: Search, kept: _KeptTrials) -> Iterator[SweepRun]:
@@ -122,13 +124,8 @@ class _KeptTrials:
     values: list[dict[str, Any]]
 
     @classmethod
-    def load(
-        cls, root: Path, base: SweepRun, search: Search, *, num_seeds: int, early_stop: AshaSettings | None
-    ) -> Self:
+    def load(cls, path: Path, search: Search) -> Self:
         """Returns the trials of an earlier start of the same search; with more trials it is the same one."""
-        space = {setting: str(domain) for setting, domain in search.space.items()}
-        text = json.dumps([base.run_id, space, search.searcher, num_seeds, str(early_stop)])
-        path = root / f"search-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         if not path.exists():
             return cls(path, [])
         try:

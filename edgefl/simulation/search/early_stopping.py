@@ -10,6 +10,7 @@ a rung go on even where later ones turn out to be better.
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,10 +63,14 @@ def parse_early_stop(text: str) -> AshaSettings:
     )
 
 
-def find_rung_metrics(rounds: Sequence[Mapping[str, Any]], rung: int) -> Metrics | None:
-    """Returns the metrics of the first evaluated round from a rung on; None where there is none."""
+def find_rung_metrics(
+    rounds: Sequence[Mapping[str, Any]], rung: int, num_rounds: int | None = None
+) -> Metrics | None:
+    """Returns the metrics of the first evaluated round from a rung on, and before a run's last; None without one."""
     for row in rounds:
         is_evaluated = row["accuracy"] is not None or row["loss"] is not None
+        if num_rounds is not None and row["round"] >= num_rounds:
+            return None  # it has done all its work
         if row["round"] >= rung and row["closed_at"] is not None and is_evaluated:
             return compute_run_metrics([row], 0.0)
     return None
@@ -81,12 +86,12 @@ class RungReporter:
     """
 
     def __init__(self, settings: AshaSettings, num_rounds: int | None, report: Callable[[int, Metrics], str]) -> None:
-        self._rungs, self._report = settings.list_rungs(num_rounds), report
+        self._rungs, self._report, self._num_rounds = settings.list_rungs(num_rounds), report, num_rounds
         self._next = next(self._rungs, None)
 
     def __call__(self, number: int, read_rounds: ReadRounds) -> str:
         while self._next is not None and number >= self._next:
-            metrics = find_rung_metrics(read_rounds(), self._next)
+            metrics = find_rung_metrics(read_rounds(), self._next, self._num_rounds)
             if metrics is None:
                 return ""
             if reason := self._report(self._next, metrics):
@@ -96,10 +101,13 @@ class RungReporter:
 
 
 class Asha:
-    """Judges runs at their rungs; runs with one seed, which have the same data and first model, are compared."""
+    """Judges runs at their rungs; runs with one seed, which have the same data and first model, are compared.
 
-    def __init__(self, settings: AshaSettings) -> None:
-        self.settings = settings
+    `company` says in the reasons among which runs; what was judged among others is judged anew.
+    """
+
+    def __init__(self, settings: AshaSettings, company: str = "") -> None:
+        self.settings, self._company = settings, f" in {company}" if company else ""
         self._scores: dict[tuple[int, int], dict[str, float]] = {}
         self._lock = threading.Lock()
 
@@ -124,5 +132,10 @@ class Asha:
 
     @property
     def reason_prefix(self) -> str:
-        """How the reasons of all runs begin that these settings have ended."""
-        return f"stopped early by {self.settings}"
+        """How the reasons of all runs begin that were ended here."""
+        return f"stopped early by {self.settings}{self._company}"
+
+    def find_last_rung(self, reason: str | None) -> int | None:
+        """Returns the rung at which a run of an earlier start was ended here; None where it was not."""
+        match = re.match(rf"{re.escape(self.reason_prefix)} at round (\d{{1,10}}):", reason or "")
+        return None if match is None else int(match[1])

@@ -78,3 +78,20 @@ def test_each_rung_is_reported_once_until_a_reason_ends_the_run():
         reasons.append(reporter(number, lambda: rows))
     assert reasons == ["", "", "", "behind"]
     assert reported == [(1, 0.1), (2, 0.2), (4, 0.4)]
+
+
+def test_a_run_that_has_done_all_its_rounds_is_not_judged():
+    rows = [make_row(1, None), make_row(2, None), make_row(3, 0.1)]
+    reporter = RungReporter(AshaSettings(eta=2), 3, lambda _rung, _metrics: "behind")
+    assert reporter(3, lambda: rows) == ""
+    assert find_rung_metrics(rows, 1, 4)["accuracy"] == 0.1
+
+
+def test_the_rung_at_which_a_run_was_ended_is_found_again_among_the_same_runs_alone():
+    asha = Asha(AshaSettings(eta=3), "these")
+    assert asha.judge("a", 7, 9, 0.5) == ""
+    reason = asha.judge("b", 7, 9, 0.4)
+    assert reason == "stopped early by asha:3:1 in these at round 9: place 2 of 2"
+    assert asha.find_last_rung(reason) == 9
+    assert [Asha(AshaSettings(eta=eta), "others").find_last_rung(reason) for eta in (3, 2)] == [None, None]
+    assert asha.find_last_rung(None) is None
